@@ -146,10 +146,10 @@ def test_unfinished_solves_and_bad_input_are_told():
         sampled(broken)
 
 
-def estimated(own, num_probes, seed=0):
+def estimated(own, num_probes):
     evidence = sampled(own)
     evidence.operator.unobserved = lambda v: v @ own.jacobian.mT  # the dense Jacobian, many products
-    return SampledStatistics(evidence.operator, evidence.priors, evidence.index, num_probes=num_probes, seed=seed)
+    return SampledStatistics(evidence, num_probes)
 
 
 @pytest.mark.parametrize("name", ["ab", "c"])
@@ -190,7 +190,7 @@ def test_adam_with_total_variation_goes_to_the_optimum_of_the_dense_evidence():
     options = {"noise_variance": NOISE, "num_steps": 40, "lr": 0.1, "decay_every": 20}
     evidence = sampled(own, num_samples=16, rank=0)
     evidence.operator.unobserved = lambda v: v @ own.jacobian.mT
-    ways = {h: evidence.adam(blocks(own), hyperprior=h, hyperprior_probes=200, **options) for h in (None, hyperprior)}
+    ways = {h: evidence.adam(hyperprior=h, hyperprior_probes=200, **options) for h in (None, hyperprior)}
     total = own.evidence("tangent_mode", hyperprior=hyperprior)
 
     def objective(result):

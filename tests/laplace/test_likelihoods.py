@@ -134,12 +134,6 @@ def test_a_training_loss_is_a_likelihood(loss: nn.Module, name: str) -> None:
     assert (type(again), again.config()) == (type(found), found.config())
 
 
-def test_log_probabilities_of_nll_loss() -> None:
-    f, y = real(BATCH, 4).log_softmax(-1), numbers(BATCH)
-    found = make_likelihood(nn.NLLLoss())
-    torch.testing.assert_close(found.loss(f, y).sum(), nn.NLLLoss(reduction="sum")(f, y))
-
-
 def data(name: str, positions: bool) -> tuple[nn.Module, Tensor, Tensor]:
     shape = (BATCH, POSITIONS) if positions else (BATCH,)
     return mlp(4, inputs=3), real(*shape, 3, seed=4), CASES[name][1](*shape)

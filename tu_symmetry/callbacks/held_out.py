@@ -118,7 +118,6 @@ def _parts_of(loader: DataLoader[Any]) -> Iterator[_Part]:
 
 
 def _parts(dataset: Any, indices: np.ndarray[Any, Any]) -> Iterator[_Part]:
-    size = len(dataset) if hasattr(dataset, "__len__") else 0
     if isinstance(dataset, Subset):
         yield from _parts(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[indices])
     elif isinstance(dataset, ConcatDataset):
@@ -126,9 +125,9 @@ def _parts(dataset: Any, indices: np.ndarray[Any, Any]) -> Iterator[_Part]:
         for own, stop in zip(dataset.datasets, dataset.cumulative_sizes, strict=True):
             yield from _parts(own, indices[(indices >= start) & (indices < stop)] - start)
             start = stop
-    elif isinstance(getattr(dataset, "dataset", None), Dataset) and size and size % len(dataset.dataset) == 0:
+    elif isinstance(getattr(dataset, "dataset", None), Dataset) and len(dataset) % len(dataset.dataset) == 0:
         # around another one, such as repeated samples for augmentation at test time
-        yield from _parts(dataset.dataset, indices // (size // len(dataset.dataset)))
+        yield from _parts(dataset.dataset, indices // max(1, len(dataset) // len(dataset.dataset)))
     else:
         yield _Part(dataset, indices)
 

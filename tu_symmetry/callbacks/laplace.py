@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Sized
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -71,13 +71,6 @@ class FitLaplace(Callback):
     data are read in order, whole and unaugmented. Loggers get ``laplace/log_evidence`` (nats), ``laplace/gamma``,
     ``laplace/noise_variance``, ``laplace/temperature``, ``laplace/held_out/network/nll`` and so on.
 
-    Example:
-        >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
-        ...     model, 10, nn.CrossEntropyLoss(), post_processing=LaplacePostProcessing(),
-        ... )
-        >>> trainer = TUTrainer(callbacks=[FitLaplace(prior="per_group")])                  # doctest: +SKIP
-        >>> trainer.fit(routine, datamodule); trainer.test(routine, datamodule)             # doctest: +SKIP
-
     Args:
         train_data: the training data as the network sees them when it predicts; None for the trainer's, with the data
             module's ``test_transform``.
@@ -99,9 +92,6 @@ class FitLaplace(Callback):
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.
         laplace, evidence_result, calibration: the only one of these, or None.
-
-    Raises:
-        ValueError: options that are not known or do not go together.
     """
 
     def __init__(
@@ -173,14 +163,7 @@ class FitLaplace(Callback):
         return _only(self.calibrations, "calibrations")
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take back older approximations, for the weights are about to change, and check what would fail at the end.
-
-        Raises:
-            TypeError: weights in half precision.
-            ValueError: no network, an averaging wrapper where one network is meant, a single logit, an ensemble with a
-                part that predicts with one approximation, or a curvature that would not fit the memory.
-            UnsupportedLayerError: layers without Kronecker factors, by name.
-        """
+        """Take back older approximations, for the weights are about to change, and check what would fail at the end."""
         require_whole_weights(trainer)
         if trainer.precision in HALF_PRECISION:
             raise TypeError(
@@ -262,7 +245,9 @@ class FitLaplace(Callback):
         cuda = pl_module.device.type == "cuda"
         made = []
         self.evidence_results = []
-        with torch.inference_mode(False), isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
+        shown = trainer.progress_bar_callback is not None and trainer.is_global_zero
+        lines = show_progress() if shown else nullcontext()
+        with torch.inference_mode(False), isolate_rng(include_cuda=cuda), lines as progress:
             loader = self._training(trainer, pl_module)
             for network in find_networks(pl_module, self.network):
                 leave_inference(network)
@@ -419,13 +404,3 @@ def _beside_checkpoint(trainer: Trainer) -> Path | None:
         return Path(loaded).with_suffix(".laplace.safetensors")
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     return None if folder is None else Path(folder) / "laplace.safetensors"
-
-
-@contextmanager
-def _progress(trainer: Trainer) -> Iterator[Progress | None]:
-    """Lines that say what is going on, how fast and for how long still, where the trainer shows progress at all."""
-    if trainer.progress_bar_callback is None or not trainer.is_global_zero:
-        yield None
-        return
-    with show_progress() as show:
-        yield show

@@ -193,11 +193,8 @@ def _summary(laplace: LinearizedLaplace, which: str) -> str:
         lines = []
         for name, slot in groups.slots.items():
             own = rows[slot.start : slot.stop]
-            found = sorted(row.precision for row in own)
-            lines.append(
-                f"  {name}: lambda {found[0]:.3g} to {found[-1]:.3g}, half of them below {found[len(found) // 2]:.3g}, "
-                f"gamma {sum(row.gamma for row in own):.4g} of {len(own)}, {sum(row.pruned for row in own)} pruned"
-            )
+            found, gamma = sorted(row.precision for row in own), sum(row.gamma for row in own)
+            lines.append(f"  {name}: lambda {found[0]:.3g} to {found[-1]:.3g}, gamma {gamma:.4g} of {len(own)}")
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     head = f"Laplace approximation{which} from {laplace.summary.samples} training samples:"
     return "\n".join([head, *lines[:_SHOWN], *more])

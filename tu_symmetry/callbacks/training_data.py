@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,7 @@ def plain_training_loader(
     if evaluation is not None and _transform_of(dataset) is getattr(datamodule, "train_transform", None):
         rank_zero_info("Training data are read with the data module's test_transform, not its train_transform.")
         dataset = _with_transform(dataset, evaluation)
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        dataset = Subset(dataset, range(min(len(dataset), 128)))
-    elif given is None and loader is not None:
+    if given is None and loader is not None:
         limit = trainer.limit_train_batches  # a number of batches, or a share of them
         count = round(limit * len(dataset)) if isinstance(limit, float) else limit * (loader.batch_size or 1)
         if count < len(dataset):
@@ -92,18 +91,12 @@ def in_precision(loader: DataLoader[Any], trainer: Trainer) -> DataLoader[Any]:
         return loader
     made = copy.copy(loader)
     made._iterator = None
-    made.collate_fn = _Converted(loader.collate_fn, plugin.convert_input)
+    made.collate_fn = partial(_converted, loader.collate_fn, plugin.convert_input)
     return made
 
 
-class _Converted:
-    """A collate function and what is done to its batches; processes of a loader can be given it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], convert: Callable[[Any], Any]) -> None:
-        self.collate, self.convert = collate, convert
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.convert(self.collate(samples))
+def _converted(collate: Callable[[list[Any]], Any], convert: Callable[[Any], Any], samples: list[Any]) -> Any:
+    return convert(collate(samples))
 
 
 def _with_transform(dataset: Any, transform: Any) -> Any:

@@ -7,8 +7,8 @@ all temperatures. ``T = 1`` is the posterior of the evidence, ``T = 0`` the netw
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -18,65 +18,20 @@ from torch import Tensor
 from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.links import LinkApprox
-from tu_symmetry.laplace.report import Calibration, Quality
+from tu_symmetry.laplace.report import Quality
 from tu_symmetry.laplace.tangent import evaluating
 
 TEMPERATURES = (0.0, *(10 ** (i / 4) for i in range(-24, 9)))  # 0, and 1e-6 to 100 in quarters of a decade
 
 
-def calibrate(
-    fitted: FittedLaplace,
-    drawer: predictive.Drawer,
-    loader: Iterable[Any],
-    *,
-    temperatures: Sequence[float],
-    link_approx: LinkApprox,
-    held_out: bool,
-    standard_errors: float,
-    **options: Any,
-) -> tuple[FittedLaplace, Calibration]:
-    """:meth:`tu_symmetry.LinearizedLaplace.calibrate`, with the ``options`` of the predictions."""
-    candidates = sorted({0.0, 1.0, *(float(t) for t in temperatures)})
-    if not all(t >= 0 and math.isfinite(t) for t in candidates):
-        raise ValueError(f"temperatures={list(temperatures)} have to be finite and not negative")
-    if link_approx == "mean":
-        raise ValueError("link_approx='mean' is the network's own prediction, whatever the temperature")
-    if not (standard_errors >= 0 and math.isfinite(standard_errors)):
-        raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
-    judged = _judged(fitted, drawer, loader, candidates, link_approx=link_approx, **options)
-    if not math.isfinite(judged.qualities[0].nll):
-        raise ValueError("the NLL of the network itself is not finite on these data")
-    chosen = judged.choose(standard_errors)
-    report = Calibration(
-        temperature=candidates[chosen],
-        samples=judged.samples,
-        network=judged.qualities[0],
-        evidence=judged.qualities[candidates.index(1.0)],
-        calibrated=judged.qualities[chosen],
-        held_out=held_out,
-        link_approx=link_approx,
-        standard_error=judged.errors[chosen],
-    )
-    return replace(fitted, temperature=candidates[chosen], link_approx=link_approx), report
-
-
 @dataclass(frozen=True)
 class Judged:
-    """How good each of several predictions of the same samples is.
+    """How good each of several predictions of the same samples is."""
 
-    Attributes:
-        qualities: over all processes.
-        samples: their number, likewise.
-        nll: the negative log-likelihoods of this process's samples, ``[predictions, samples]`` (nats): sums over
-            a sample's observations.
-        observations: how many these are, ``[samples]``.
-    """
-
-    qualities: list[Quality]
-    samples: int
-    nll: Tensor
-    observations: Tensor
+    qualities: list[Quality]  # over all processes
+    samples: int  # likewise
+    nll: Tensor  # of this process's samples, [predictions, samples] (nats): sums over a sample's observations
+    observations: Tensor  # how many these are, [samples]
 
     def choose(self, standard_errors: float) -> int:
         """The place of the best prediction, once so many standard errors are taken off the gain over the first."""
@@ -105,10 +60,10 @@ class Judged:
         return found
 
 
-def _judged(
+def judge(
     fitted: FittedLaplace, drawer: predictive.Drawer, loader: Iterable[Any], temperatures: list[float], **options: Any
 ) -> Judged:
-    """The predictions of held-out data at every temperature, judged over all processes."""
+    """The predictions of held-out data at every temperature, with the ``options`` of predictions."""
     likelihood, device = fitted.likelihood, fitted.tangent.point().device
     hits: list[Tensor] = []
     nll: list[Tensor] = []

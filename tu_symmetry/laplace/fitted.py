@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,7 @@ from tu_symmetry.laplace.determinants import FLAT, Determinants, Hyperprior, Noi
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
-from tu_symmetry.laplace.likelihood import Likelihood
-from tu_symmetry.laplace.links import LinkApprox
+from tu_symmetry.laplace.likelihood import Likelihood, LinkApprox
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import GroupReport
 from tu_symmetry.laplace.tangent import TangentModel
@@ -29,19 +29,12 @@ from tu_symmetry.laplace.tangent import TangentModel
 
 @dataclass(frozen=True, eq=False)
 class FittedCurvature:
-    """What the passes over the training data have given.
+    """What the passes over the training data have given."""
 
-    Attributes:
-        blocks: the blocks of the curvature, in the order of the flat parameter vector.
-        summary: number of samples and outputs, and the loss at the linearization point.
-        groups: which weights share a precision.
-        whole: parameters without Kronecker factors that have an exact block, since other modules read them too.
-    """
-
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # in the order of the flat parameter vector
     summary: Summary
     groups: PriorGroups
-    whole: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()  # parameters without Kronecker factors that have an exact block
 
     @cached_property
     def determinants(self) -> Determinants:
@@ -78,19 +71,12 @@ class FittedLaplace:
     """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at.
 
     Attributes:
-        tangent: the network, linearized at its weights, and its Jacobian products.
-        likelihood: the observation model.
-        options: how the curvature is approximated.
-        prior: the kind of prior that gave the groups.
-        evaluate_at: where the evidence is evaluated.
-        curvature: blocks, summary, prior groups.
         center: the hyperprior's center of each precision, float64 ``[groups]``.
         log_precision: log of the precisions, float64 ``[groups]``.
-        noise_variance: the variance of a regression's noise (1 for another likelihood).
-        noise_fixed: whether the noise variance was given.
-        hyperprior: on the precisions.
         solution: the weights ``theta`` and how well they solve their problem.
         snapshot: the network's weights at the fit.
+        noise_variance: the variance of a regression's noise (1 for another likelihood).
+        noise_fixed: whether the noise variance was given.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
         link_approx: the approximation of predictions that are asked for without one.
     """
@@ -98,16 +84,16 @@ class FittedLaplace:
     tangent: TangentModel
     likelihood: Likelihood
     options: Options
+    curvature: FittedCurvature
     prior: Prior
     evaluate_at: EvaluateAt
-    curvature: FittedCurvature
     center: Tensor
     log_precision: Tensor
-    noise_variance: float
-    noise_fixed: bool
-    hyperprior: Hyperprior
     solution: Mode
     snapshot: Snapshot
+    noise_variance: float = 1.0
+    noise_fixed: bool = False
+    hyperprior: Hyperprior = FLAT
     temperature: float = 1.0
     link_approx: LinkApprox = "mc"
 
@@ -121,36 +107,16 @@ class FittedLaplace:
         *,
         prior: Prior,
         evaluate_at: EvaluateAt,
-        log_precision: Tensor | None = None,
-        noise_variance: float = 1.0,
-        noise_fixed: bool = False,
-        hyperprior: Hyperprior = FLAT,
-        solution: Mode | None = None,
-        temperature: float = 1.0,
-        link_approx: LinkApprox = "mc",
+        **attributes: Any,
     ) -> FittedLaplace:
         """An approximation of a network with its present weights; refuses layers that have no Kronecker factors."""
         point = tangent.point()
-        center = centers(curvature.groups, point)
+        center, mode = centers(curvature.groups, point), Mode.at(point, curvature.summary.loss, evaluate_at)
         found = cls(
-            tangent=tangent,
-            likelihood=likelihood,
-            options=options,
-            prior=prior,
-            evaluate_at=evaluate_at,
-            curvature=curvature,
-            center=center,
-            log_precision=center.log() if log_precision is None else log_precision,
-            noise_variance=noise_variance,
-            noise_fixed=noise_fixed,
-            hyperprior=hyperprior,
-            solution=Mode.at(point, curvature.summary.loss, evaluate_at) if solution is None else solution,
-            snapshot=Snapshot(tangent),
-            temperature=temperature,
-            link_approx=link_approx,
+            tangent, likelihood, options, curvature, prior, evaluate_at, center, center.log(), mode, Snapshot(tangent)
         )
         _ = found.layers
-        return found
+        return replace(found, **attributes)
 
     @property
     def model(self) -> nn.Module:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.laplace.links import GaussianPredictive, shrunk_logits
 from tu_symmetry.transfer import numbers
 
 LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
 FisherType = Literal["type-2", "mc", "empirical"]
+LinkApprox = Literal["mc", "probit", "mean"]
 
 BINS = 15  # of the calibration error
 _NORMALIZED = 1e-3  # error of the sum of a soft label
@@ -27,16 +27,32 @@ _ROUNDING = 16.0  # of outputs, in units in the last place
 _SMALLEST = 1e-300  # probability
 
 
-class Directions:
-    """The columns of a root of the output Hessian, one after the other, in the outputs' shape.
-
-    Where samples have several positions, each column belongs to one of them and is zero at the others, unless it is
-    ``joint``. They are made when asked for: all together hold ``batch * (positions * outputs)^2`` entries.
+class GaussianPredictive(NamedTuple):
+    """Predictive distribution of a regression.
 
     Attributes:
-        root: ``[columns, *outputs.shape]``, every position with its own.
-        joint: whether one column serves all positions, which is right where their signs or values are drawn
-            independently.
+        mean: ``f(x)``, ``[batch, outputs]``.
+        variance: the variance of a new observation: ``epistemic`` plus the noise variance.
+        epistemic: variance of the network's outputs.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic: Tensor
+
+
+def check_link_approx(link_approx: str) -> None:
+    """Refuse unknown ones; the Laplace bridge (arXiv 2003.01227) among them, which changes the predicted class."""
+    if link_approx not in ("mc", "probit", "mean"):
+        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc', 'probit' or 'mean'")
+
+
+class Directions:
+    """The columns of a root ``[columns, *outputs.shape]`` of the output Hessian, one after the other.
+
+    Where samples have several positions, each column belongs to one of them and is zero at the others, unless it is
+    ``joint``, which is right where values at the positions are drawn independently. They are made when asked for: all
+    together hold ``batch * (positions * outputs)^2`` entries.
     """
 
     def __init__(self, root: Tensor, *, joint: bool) -> None:
@@ -171,7 +187,7 @@ class Likelihood(ABC):
         if temperature == 0:
             return self.of_function(mean)
         if deviations is None:
-            return self.of_function(shrunk_logits(mean, temperature * variance))
+            return self.of_function(mean / (1 + math.pi / 8 * (temperature * variance)).sqrt())
         return self.of_function(mean + temperature**0.5 * deviations).mean(0)
 
     @abstractmethod
@@ -227,9 +243,6 @@ class Categorical(Likelihood):
         class_weights: ``w``, one for each class, none negative.
         ignore_index: class number of observations that are left out; None to leave none out.
         class_axis: see :class:`Likelihood`.
-
-    Raises:
-        ValueError: options out of range.
     """
 
     name: LikelihoodName = "classification"
@@ -333,7 +346,7 @@ class Categorical(Likelihood):
         return found.view(len(targets), -1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target, weighted as the targets are."""
+        """Prediction less target."""
         return self._mass(outputs, targets) * outputs.softmax(-1) - self._rows(outputs, targets)
 
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
@@ -397,9 +410,6 @@ class Bernoulli(_Separate):
     Args:
         pos_weight: ``w``, one number or one for each output, none negative.
         class_axis: see :class:`Likelihood`.
-
-    Raises:
-        ValueError: negative weights.
     """
 
     name: LikelihoodName = "binary"
@@ -450,7 +460,7 @@ class Bernoulli(_Separate):
         return (yes * F.softplus(-outputs) + no * F.softplus(outputs)).flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target, weighted as the targets are."""
+        """Prediction less target."""
         return targets.sum(-1) * outputs.sigmoid() - targets[..., 0]
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -523,7 +533,7 @@ class Gaussian(_Real):
         return 0.5 * torch.where(error > least, error, 0)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target, weighted as the targets are."""
+        """Prediction less target."""
         return outputs - targets
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -551,12 +561,8 @@ class HeteroscedasticGaussian(_Real):
         loss = 1/2 exp(-s) (y - m)^2 + s / 2 + 1/2 log(2 pi)
 
     It is not convex in ``s``. The curvature is the Fisher information, ``exp(-s)`` of ``m`` and ``1/2`` of ``s``. At
-    ``tangent_mode`` the weights are a stationary point, maybe one of several, and the evidence has no certificate
-    (``gap`` is NaN). The predictive variance is ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the
-    variance of ``m``.
-
-    Args:
-        class_axis: see :class:`Likelihood`.
+    ``tangent_mode`` the weights are a stationary point, and the evidence has no certificate (``gap`` is NaN). The
+    predictive variance is ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the variance of ``m``.
     """
 
     name: LikelihoodName = "heteroscedastic"
@@ -582,7 +588,7 @@ class HeteroscedasticGaussian(_Real):
         return each.flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target, weighted as the targets are."""
+        """Prediction less target."""
         mean, s = self._split(outputs)
         difference, precision = mean - targets, (-s).exp()
         return torch.cat([precision * difference, 0.5 - 0.5 * precision * difference.square()], dim=-1)
@@ -656,7 +662,7 @@ def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, An
     return KINDS[kind](**(options or {}))
 
 
-_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
+_LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
 
 
 def likelihood_of(loss: nn.Module) -> Likelihood | None:
@@ -667,8 +673,6 @@ def likelihood_of(loss: nn.Module) -> Likelihood | None:
         return Categorical(
             label_smoothing=loss.label_smoothing, class_weights=loss.weight, ignore_index=loss.ignore_index
         )
-    if isinstance(loss, nn.NLLLoss):  # of log-probabilities, which a softmax does not change
-        return Categorical(class_weights=loss.weight, ignore_index=loss.ignore_index)
     if isinstance(loss, nn.BCEWithLogitsLoss) and loss.weight is None:
         return Bernoulli(pos_weight=None if loss.pos_weight is None else loss.pos_weight.reshape(-1))
     return Gaussian() if isinstance(loss, nn.MSELoss) else None

@@ -10,6 +10,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace import interop, predictive, storage
 from tu_symmetry.laplace.blocks import Posterior
-from tu_symmetry.laplace.calibration import TEMPERATURES, calibrate
+from tu_symmetry.laplace.calibration import TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
     BiasCurvature,
@@ -35,8 +36,14 @@ from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
 from tu_symmetry.laplace.inputs import arguments, ordinary, require_call, rows_of
 from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
-from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry.laplace.likelihood import (
+    FisherType,
+    Likelihood,
+    LikelihoodName,
+    LinkApprox,
+    check_link_approx,
+    make_likelihood,
+)
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import (
     Calibration,
@@ -79,7 +86,7 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
 def _following(
     method: Callable[Concatenate[LinearizedLaplace, Any, P], R],
 ) -> Callable[Concatenate[LinearizedLaplace, Any, P], R]:
-    """Gradients with respect to inputs that require one, where the caller has gradients on."""
+    """Gradients of inputs that require one, where the caller has gradients on."""
 
     @wraps(method)
     def run(self: LinearizedLaplace, /, inputs: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -100,8 +107,7 @@ class LinearizedLaplace:
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
             ``per_layer`` (each module), ``per_tensor`` (each parameter), ``single``, or ``diagonal`` (each weight, with
             ``curvature="diag"``).
-        evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the
-            tangent model) or ``map`` (at the trained weights).
+        evaluate_at: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the tangent model) or ``map``.
         curvature: ``kfac``, ``full``, ``diag``, or ``last_layer`` (exact, for the last linear layer alone).
         fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
@@ -440,11 +446,7 @@ class LinearizedLaplace:
     ) -> Mode:
         """Find ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
 
-        Args:
-            train_loader: the training data; None for the loader of :meth:`fit`.
-            tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 0.2.
-            max_iterations: largest number of directions; None for 1,000.
-            progress: called after every pass over the data.
+        ``tolerance`` is one on the gradient norm, as ``mode_tolerance`` of :meth:`optimize_evidence`.
         """
         self._fitted = at_mode(
             self.fitted,
@@ -499,27 +501,35 @@ class LinearizedLaplace:
             standard_errors: 0 for the temperature that is best on these data; else that of the highest gain over the
                 network less so many standard errors of it, which hardly ever makes a network worse on other data.
 
-        Returns:
-            The temperature, and NLL, calibration error and accuracy of the network, of the posterior of the evidence,
-            and of the calibrated one.
-
         Warns:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
         """
-        self.fitted.require_weights()
+        fitted = self.fitted
+        fitted.require_weights()
         check_link_approx(link_approx)
-        self._fitted, found = calibrate(
-            self.fitted,
-            self._drawer,
-            validation_loader,
-            temperatures=temperatures,
-            link_approx=link_approx,
-            num_samples=num_samples,
-            covariance=covariance,
-            seed=seed,
+        candidates = sorted({0.0, 1.0, *(float(t) for t in temperatures)})
+        if not all(0 <= t < math.inf for t in candidates):
+            raise ValueError(f"temperatures={list(temperatures)} have to be finite and not negative")
+        if link_approx == "mean":
+            raise ValueError("link_approx='mean' is the network's own prediction, whatever the temperature")
+        if not 0 <= standard_errors < math.inf:
+            raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
+        options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
+        judged = judge(fitted, self._drawer, validation_loader, candidates, link_approx=link_approx, **options)
+        if not math.isfinite(judged.qualities[0].nll):
+            raise ValueError("the NLL of the network itself is not finite on these data")
+        best = judged.choose(standard_errors)
+        found = Calibration(
+            temperature=candidates[best],
+            samples=judged.samples,
+            network=judged.qualities[0],
+            evidence=judged.qualities[candidates.index(1.0)],
+            calibrated=judged.qualities[best],
             held_out=held_out,
-            standard_errors=standard_errors,
+            link_approx=link_approx,
+            standard_error=judged.errors[best],
         )
+        self._fitted = replace(fitted, temperature=candidates[best], link_approx=link_approx)
         if held_out:
             warn_if_it_hurts(found, stacklevel=4)
         return found
@@ -595,17 +605,24 @@ class LinearizedLaplace:
             the :class:`GaussianPredictive` of a regression. With ``joint`` samples along a new first axis:
             probabilities, or a regression's outputs without noise.
         """
-        self.fitted.require_weights()
-        return predictive.predictive(
-            self.fitted,
-            self._drawer,
-            inputs,
-            num_samples=num_samples,
-            link_approx=link_approx,
-            covariance=covariance,
-            joint=joint,
-            seed=seed,
+        fitted = self.fitted
+        fitted.require_weights()
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
+        link = fitted.link_approx if link_approx is None else link_approx
+        check_link_approx(link)
+        if covariance not in ("auto", "exact", "samples"):
+            raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
+        inputs = predictive.on_device(fitted, inputs)
+        if joint:
+            outputs, changes = predictive.function_samples(fitted, self._drawer, inputs, num_samples, seed)
+            return predictive.in_own_shape(fitted, inputs, fitted.likelihood.of_function(outputs + changes))
+        temperature = 0.0 if fitted.likelihood.labels and link == "mean" else fitted.temperature
+        options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
+        (found,) = predictive.tempered_predictives(
+            fitted, self._drawer, inputs, [temperature], link_approx=link, **options
         )
+        return predictive.in_own_shape(fitted, inputs, found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tu_symmetry.laplace.likelihood import GaussianPredictive
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.links import GaussianPredictive
 from tu_symmetry.laplace.report import EvidenceResult
 
 
@@ -18,14 +18,6 @@ class LaplaceMixture:
 
     Args:
         members: fitted approximations of networks for the same data, with one likelihood.
-
-    Raises:
-        ValueError: no members, or several likelihoods.
-
-    Example:
-        >>> mixture = LaplaceMixture.fit([net_1, net_2, net_3], train_loader)               # doctest: +SKIP
-        >>> mixture.optimize_evidence()                                                     # doctest: +SKIP
-        >>> probabilities = mixture.predictive(x)                                           # doctest: +SKIP
     """
 
     def __init__(self, members: Sequence[LinearizedLaplace]) -> None:
@@ -46,12 +38,7 @@ class LaplaceMixture:
     def predictive(self, inputs: Any, *, seed: int = 0, **options: Any) -> Any:
         """The mean of the members' probabilities; of a regression the mixture's mean and variances.
 
-        The epistemic variance is that of the members plus that of their means.
-
-        Args:
-            inputs: a batch.
-            seed: the seed of the first member's samples; the others take the following ones.
-            options: those of :meth:`LinearizedLaplace.predictive`.
+        ``options`` are those of :meth:`LinearizedLaplace.predictive`; each member has a seed of its own.
         """
         found = [la.predictive(inputs, seed=seed + k, **options) for k, la in enumerate(self.members)]
         if not isinstance(found[0], GaussianPredictive):

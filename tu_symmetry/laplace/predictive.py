@@ -14,7 +14,7 @@ from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.function_posterior import WeightSamples
 from tu_symmetry.laplace.inputs import batch_size, follows, mapped, ordinary
-from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry.laplace.likelihood import LinkApprox
 from tu_symmetry.laplace.tangent import evaluating
 
 Covariance = Literal["auto", "exact", "samples"]
@@ -80,43 +80,6 @@ def _exact_is_cheap(fitted: FittedLaplace, inputs: Any) -> bool:
     elif fitted.layers is not None:
         return True
     return outputs * fitted.tangent.size <= _EXACT_ENTRIES
-
-
-def predictive(
-    fitted: FittedLaplace,
-    drawer: Drawer,
-    inputs: Any,
-    *,
-    num_samples: int,
-    link_approx: LinkApprox | None,
-    covariance: Covariance,
-    joint: bool,
-    seed: int,
-) -> Any:
-    """Posterior predictive of a batch, as :meth:`tu_symmetry.LinearizedLaplace.predictive` has it."""
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} has to be at least 1")
-    link_approx = fitted.link_approx if link_approx is None else link_approx
-    check_link_approx(link_approx)
-    if covariance not in ("auto", "exact", "samples"):
-        raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
-    inputs = on_device(fitted, inputs)
-    if joint:
-        outputs, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
-        found = fitted.likelihood.of_function(outputs + changes)
-    else:
-        network = fitted.likelihood.labels and link_approx == "mean"
-        (found,) = tempered_predictives(
-            fitted,
-            drawer,
-            inputs,
-            [0.0 if network else fitted.temperature],
-            num_samples=num_samples,
-            link_approx=link_approx,
-            covariance=covariance,
-            seed=seed,
-        )
-    return in_own_shape(fitted, inputs, found)
 
 
 def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:

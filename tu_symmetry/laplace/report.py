@@ -48,8 +48,7 @@ class Calibration:
     """What :meth:`LinearizedLaplace.calibrate` found; as text, a small table.
 
     Attributes:
-        temperature: that was chosen.
-        samples: the samples of the held-out data, over all processes.
+        samples: those of the held-out data, over all processes.
         network: quality of the network itself (temperature 0).
         evidence: quality of the posterior whose precisions the evidence chose (temperature 1).
         calibrated: quality at the temperature that was chosen.

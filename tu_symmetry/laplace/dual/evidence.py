@@ -10,6 +10,7 @@ The tangent model with prior ``theta ~ N(0, S)`` and observations ``y ~ N(A h, v
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -154,10 +155,6 @@ class DualEvidence:
         observation: ``A``; None for the identity.
         evaluate_at: see the module.
         hyperprior: added to the negative log evidence.
-
-    Attributes:
-        names: names of the entries of ``phi``.
-        values: number of measurements ``m``.
     """
 
     def __init__(
@@ -170,8 +167,6 @@ class DualEvidence:
         evaluate_at: EvaluateAt = "map",
         hyperprior: DualHyperprior | None = None,
     ) -> None:
-        if evaluate_at not in ("map", "tangent_mode"):
-            raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose one of ('tangent_mode', 'map')")
         observation = LinearObservation() if observation is None else observation
         self.statistics, self.priors = statistics, {prior.name: prior for prior in priors}
         self.evaluate_at, self.hyperprior = evaluate_at, hyperprior
@@ -196,6 +191,14 @@ class DualEvidence:
             own = [torch.stack([rows @ matrix @ rows.mT for matrix in kernels]) for kernels in own]
         self._kernels = torch.cat(own)
         self._size = self._kernels.shape[-1]
+
+    def like(self, *, evaluate_at: EvaluateAt, hyperprior: DualHyperprior | None = None) -> DualEvidence:
+        """The same of another place and hyperprior."""
+        if evaluate_at not in ("map", "tangent_mode"):
+            raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose one of ('tangent_mode', 'map')")
+        other = copy.copy(self)
+        other.evaluate_at, other.hyperprior, other._kept = evaluate_at, hyperprior, {}
+        return other
 
     def _observe(self, outputs: Tensor, basis: Tensor | None) -> Tensor:
         if self._rows is None:
@@ -353,19 +356,7 @@ def optimize(
     num_steps: int = 1500,
     lr: float = 0.01,
 ) -> DualResult:
-    """Minimize the negative log evidence over the hyperparameters, within their bounds.
-
-    Args:
-        evidence: what to optimize.
-        phi: where it starts.
-        optimizer: SciPy's ``l-bfgs-b``, some dozens of evaluations, or ``adam`` with a fixed number of steps, as
-            papers have it.
-        num_steps: steps of Adam; the most iterations of L-BFGS-B.
-        lr: learning rate of Adam.
-
-    Warns:
-        BoundReachedWarning: hyperparameters at a bound, where the evidence wants more.
-    """
+    """Minimize the negative log evidence within the bounds, as :meth:`DualLaplace.optimize_evidence` does."""
     if optimizer not in ("l-bfgs-b", "adam"):
         raise ValueError(f"optimizer={optimizer!r} is not known; choose 'l-bfgs-b' or 'adam'")
     if num_steps < 1:

@@ -71,10 +71,9 @@ def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: floa
 
 
 class DualLaplace:
-    """Linearized Laplace in the space of outputs: exact, for at most some thousands of outputs and any weights.
+    """Linearized Laplace in the space of outputs: exact, for at most some thousands of training outputs ``d``.
 
-    The posterior over all linearized weights is not factorized; memory is ``d^2`` for each block and distance of the
-    prior, ``d`` being the number of all training outputs.
+    The posterior over all linearized weights is not factorized; memory is ``d^2`` for each block and distance.
 
     Args:
         model: the trained network, with outputs of any shape; it has to keep its weights and its device.
@@ -144,7 +143,7 @@ class DualLaplace:
             if self._inputs and not direct:
                 raise ValueError("an observation maps all outputs together: give one batch, [(inputs, measurements)]")
             with torch.inference_mode(False), evaluating(self.model):
-                outputs = self.tangent.outputs(inputs)
+                outputs, shape = self.tangent.outputs(inputs), self._outputs(inputs).shape
             if direct and (target.numel(), len(target)) != (outputs.numel(), len(outputs)):
                 raise ValueError(
                     f"targets have shape {tuple(target.shape)}, the network's outputs {tuple(outputs.shape)} when "
@@ -159,10 +158,12 @@ class DualLaplace:
                 rows.append(jacobian(self.tangent, inputs))
         joined = {name: torch.cat([own[name] for own in rows]) for name in self.tangent.names}
         rows.clear()
-        self.priors = self._blocks()
+        self.priors, self._shape = self._blocks(), (-1, *shape[1:])
         self.statistics = statistics(joined, self.tangent.parameters(), torch.cat(found), self.priors)
         self._fingerprint = self.tangent.fingerprint()
-        self._evidence = self._with(torch.cat(targets), None)
+        self._evidence = DualEvidence(
+            self.statistics, self.priors, torch.cat(targets), self.observation, evaluate_at=self.evaluate_at
+        )
         self.phi = self._evidence.initial()
         return self
 
@@ -193,21 +194,11 @@ class DualLaplace:
             for label, names in members.items()
         )
 
-    def _with(self, measurements: Tensor, hyperprior: DualHyperprior | None) -> DualEvidence:
-        return DualEvidence(
-            self.statistics,
-            self.priors,
-            measurements,
-            self.observation,
-            evaluate_at=self.evaluate_at,
-            hyperprior=hyperprior,
-        )
-
     def evaluated_at(self, evaluate_at: EvaluateAt) -> DualLaplace:
         """The same Jacobian and measurements, the evidence evaluated elsewhere, at the hyperparameters of the start."""
-        other, measurements = copy.copy(self), self.evidence.measurements
+        other = copy.copy(self)
         other.evaluate_at = evaluate_at
-        other._evidence = other._with(measurements, None)
+        other._evidence = self.evidence.like(evaluate_at=evaluate_at)
         other.phi = other._evidence.initial()
         return other
 
@@ -244,14 +235,14 @@ class DualLaplace:
         Args:
             hyperprior: ``hyperprior(coefficients, context)``, a negative log density (nats); see
                 :class:`tu_symmetry.laplace.TotalVariation`.
-            optimizer: ``l-bfgs-b`` or ``adam``.
+            optimizer: ``l-bfgs-b``, some dozens of evaluations, or ``adam``, a fixed number of steps.
             num_steps: steps of Adam; the most iterations of L-BFGS-B.
             lr: learning rate of Adam.
 
         Warns:
             BoundReachedWarning: hyperparameters that stop at a bound.
         """
-        evidence = self._with(self.evidence.measurements, hyperprior)
+        evidence = self.evidence.like(evaluate_at=self.evaluate_at, hyperprior=hyperprior)
         found = optimize(evidence, self.phi, optimizer=optimizer, num_steps=num_steps, lr=lr)
         self.phi = found.phi
         return found
@@ -263,7 +254,8 @@ class DualLaplace:
     def predictive(self, inputs: Any = None) -> DualPredictive:
         """The Gaussian over all outputs of a batch together; None for the training inputs, which needs no Jacobian."""
         if inputs is None:
-            mean = self.evidence.statistics.outputs.view(self._output_shape())
+            self._require_weights()
+            mean = self.evidence.statistics.outputs.view(self._shape)
             return DualPredictive(mean, self.evidence.posterior_covariance(self.phi), self.noise_variance)
         mean, prior, cross = self._joint(inputs)
         return DualPredictive(mean.double(), self.evidence.corrected(self.phi, prior, cross), self.noise_variance)
@@ -284,7 +276,7 @@ class DualLaplace:
         generator, evidence = torch.Generator().manual_seed(seed), self.evidence
         if inputs is None:
             drawn = evidence.deviations(self.phi, num_samples, generator, prior=prior)
-            return (evidence.statistics.outputs + drawn).view(num_samples, *self._output_shape())
+            return (evidence.statistics.outputs + drawn).view(num_samples, *self._shape)
         mean, own, cross = self._joint(inputs)
         covariance = (own + own.mT) / 2 if prior else evidence.corrected(self.phi, own, cross)
         drawn = draw(covariance, num_samples, generator)
@@ -319,12 +311,6 @@ class DualLaplace:
         args, kwargs = arguments(inputs)
         found: Tensor = self.model(*args, **kwargs)
         return found
-
-    def _output_shape(self) -> tuple[int, ...]:
-        self._require_weights()
-        with torch.inference_mode(False), evaluating(self.model):
-            shapes = [tuple(self._outputs(own).shape) for own in self._inputs]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _require_weights(self) -> None:
         if self.tangent.fingerprint() != self._fingerprint:

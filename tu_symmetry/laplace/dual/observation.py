@@ -69,11 +69,10 @@ def require_measurements(values: Any) -> Tensor:
     """Measurements that are finite real numbers."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise TypeError("measurements have to be a tensor of real numbers")
-    wrong = ~torch.isfinite(values)
-    if wrong.any():
-        places = wrong.reshape(-1).nonzero().reshape(-1)
+    wrong = int((~torch.isfinite(values)).sum())
+    if wrong:
         raise ValueError(
-            f"{len(places)} of {values.numel()} measurements are NaN or infinite, the first at {places[:5].tolist()}; "
-            "leave dead detector bins out of the measurements and their rows out of the observation"
+            f"{wrong} of {values.numel()} measurements are NaN or infinite; leave dead detector bins out of the "
+            "measurements and their rows out of the observation"
         )
     return values

@@ -115,10 +115,10 @@ class SampledResult:
 
     phi: dict[str, Tensor]  # block to hyperparameters (logarithms)
     noise_variance: float
-    theta: Tensor  # the tangent mode of the last step, a flat vector
     history: list[dict[str, Any]] = field(repr=False)  # hyperparameters and noise variance of each step
 
 
+@dataclass(frozen=True, eq=False)
 class SampledStatistics:
     """What a hyperprior reads of a network whose kernels fit nowhere: its outputs, and variances by random signs.
 
@@ -126,49 +126,33 @@ class SampledStatistics:
     block, ``g_n`` being its derivative in the weights of one. ``G`` is estimated once, whatever the hyperparameters:
     with random signs ``u_n``, ``h = sum_n u_n g_n`` takes one Jacobian product for each entry of a pattern, and
     ``E h h^T = G``. An estimate is never negative, and off by ``sqrt(2 / num_probes)`` of itself at worst.
-
-    Args:
-        operator: the network.
-        priors: name to block.
-        index: the places of each block's weights.
-        num_probes: random signs of a block.
-        seed: seed of these.
     """
 
-    def __init__(
-        self,
-        operator: ObservedTangent,
-        priors: Mapping[str, StructuredPrior],
-        index: Mapping[str, Tensor],
-        *,
-        num_probes: int,
-        seed: int,
-    ) -> None:
-        if num_probes < 1:
-            raise ValueError(f"num_probes={num_probes} has to be at least 1")
-        self.operator, self.priors, self.index = operator, dict(priors), dict(index)
-        self.num_probes, self.seed = num_probes, seed
+    evidence: SampledEvidence
+    num_probes: int
+
+    def __post_init__(self) -> None:
+        if self.num_probes < 1:
+            raise ValueError(f"num_probes={self.num_probes} has to be at least 1")
 
     @property
     def outputs(self) -> Tensor:
         """``f``, all outputs in one vector ``[d]``."""
-        return self.operator.base
+        return self.evidence.operator.base
 
     def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Estimates of :meth:`.evidence.DualStatistics.difference_variances`, float64 on the CPU."""
-        prior, own = self.priors[name], self.index[name]
-        generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + list(self.priors).index(name)))
-        basis = prior.basis.double()
+        own, operator = self.evidence, self.evidence.operator
+        prior = own.priors[name]
+        generator = torch.Generator().manual_seed(own.seed + 104729 * (1 + list(own.priors).index(name)))
+        basis, places = prior.basis.double(), own.index[name].view(-1, prior.pattern)
         total = torch.zeros(len(basis), len(first), dtype=torch.float64, device="cpu")
-        places = own.view(-1, prior.pattern)
         for _ in range(self.num_probes):
-            signs = (2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1).to(
-                self.operator.base
-            )
-            vectors = self.operator.base.new_zeros(prior.pattern, self.operator.size)
+            signs = 2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1
+            vectors = operator.base.new_zeros(prior.pattern, operator.size)
             for offset in range(prior.pattern):
-                vectors[offset, places[:, offset]] = signs
-            moved = self.operator.unobserved(vectors)
+                vectors[offset, places[:, offset]] = signs.to(vectors)
+            moved = operator.unobserved(vectors)
             h = (moved[:, second.to(moved.device)] - moved[:, first.to(moved.device)]).double().cpu()
             for r, form in enumerate(basis):  # one form after the other: [k, pairs] is what is in memory
                 total[r] += (h * (form @ h)).sum(0)
@@ -321,7 +305,6 @@ class SampledEvidence:
 
     def adam(
         self,
-        phi: Mapping[str, Tensor] | None = None,
         *,
         noise_variance: float = 1.0,
         num_steps: int = 3000,
@@ -334,7 +317,6 @@ class SampledEvidence:
         """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
 
         Args:
-            phi: to start from; None for the priors' own.
             noise_variance: to start from.
             num_steps: how many.
             lr: learning rate of Adam.
@@ -344,17 +326,14 @@ class SampledEvidence:
                 :class:`~tu_symmetry.laplace.TotalVariation` the variances are estimated, once for all steps.
             hyperprior_probes: random signs of each block for these estimates.
         """
-        start = phi or {name: prior.initial() for name, prior in self.priors.items()}
-        leaves = {name: own.double().clone() for name, own in start.items()}
+        leaves = {name: prior.initial() for name, prior in self.priors.items()}
         noise = torch.tensor(math.log(noise_variance), dtype=torch.float64, device="cpu")
         optimizer = torch.optim.Adam([*leaves.values(), noise], lr=lr)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
         history: list[dict[str, Any]] = []
         preconditioner = None
         kept: dict[Any, Any] = {}
-        statistics = SampledStatistics(
-            self.operator, self.priors, self.index, num_probes=hyperprior_probes, seed=self.seed
-        )
+        statistics = SampledStatistics(self, hyperprior_probes)
         for step in range(num_steps):
             variance = float(noise.exp())
             if step % refresh_every == 0:
@@ -375,8 +354,7 @@ class SampledEvidence:
             history.append(
                 {"phi": {name: own.tolist() for name, own in leaves.items()}, "noise_variance": float(noise.exp())}
             )
-        _, theta = self.samples(leaves, float(noise.exp()), count=1, preconditioner=preconditioner)
-        return SampledResult(dict(leaves), float(noise.exp()), theta, history)
+        return SampledResult(leaves, float(noise.exp()), history)
 
     def _hyperprior_slopes(
         self,
