@@ -36,9 +36,8 @@ from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine,
 import tu_symmetry as tus
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.laplace_users import find_networks, training_likelihood
-from tu_symmetry.callbacks.training_data import _require_repeatable, plain_training_loader
+from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -228,15 +227,6 @@ def test_training_again_takes_the_old_approximation_back() -> None:
     same(callback.laplace, by_hand(routine.model, evaluate_at="map"))
 
 
-def test_random_state_is_left_alone() -> None:
-    states = []
-    for callbacks in ([], [Fit(evaluate_at="map", fisher_type="mc")]):
-        torch.manual_seed(5)
-        trainer(*callbacks).fit(Routine(), Data())
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
-
-
 class Averaged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -308,18 +298,6 @@ def test_augmented_data_are_refused_before_training() -> None:
     assert torch.equal(routine.model[0].weight, before)
 
 
-def test_nan_is_not_called_augmentation() -> None:
-    """The same samples read the same, though NaN is not equal to itself."""
-    x, y = torch.full((8, 4), torch.nan), torch.zeros(8)
-    kinds: list[Any] = [
-        TensorDataset(x, y),
-        [(row.numpy(), float("nan")) for row in x],
-        [{"x": row, "y": y} for row in x],
-    ]
-    for dataset in kinds:
-        _require_repeatable(dataset, None)
-
-
 def test_augmenting_collate_functions_are_refused() -> None:
     def mix(batch: list[Any]) -> Any:
         x, y = torch.utils.data.default_collate(batch)
@@ -386,6 +364,7 @@ def test_loaders_without_a_known_order_are_refused() -> None:
 
     with pytest.raises(ValueError, match="stream"):
         plain(Data(Stream(), shuffle=None, drop_last=False))
+    plain(Data(), given=TensorDataset(torch.full((8, 4), torch.nan), torch.zeros(8)))  # NaN is no augmentation
     with pytest.raises(ValueError, match="empty"):
         plain(Data(), given=TensorDataset(torch.zeros(0, 4), torch.zeros(0)))
     with pytest.raises(ValueError, match="are a list"):
@@ -454,35 +433,6 @@ def test_the_hyperprior_can_be_left_out() -> None:
     la = LinearizedLaplace(routine.model, evaluate_at="map").fit([samples()])
     la.optimize_evidence(hyperprior=None)
     torch.testing.assert_close(flat.laplace.log_precision, la.log_precision, rtol=1e-3, atol=2e-3)
-
-
-def test_the_evidence_reads_so_many_samples_at_most(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever the network: a number of readings of the data, which is said where it ends the search."""
-    seen: list[int | None] = []
-
-    def stopped(self: LinearizedLaplace, *, max_iterations: int | None, **options: Any) -> EvidenceResult:
-        seen.append(max_iterations)
-        warnings.warn("stopped", NotConvergedWarning, stacklevel=1)
-        return EvidenceResult(-12.0, 30, 0.015, 3.0, False, 41.0)
-
-    monkeypatch.setattr(LinearizedLaplace, "optimize_evidence", stopped)
-    monkeypatch.setattr("tu_symmetry.callbacks.laplace._READINGS", 10 * SAMPLES)
-    with warnings.catch_warnings(), caplog.at_level("INFO"):
-        warnings.simplefilter("error", NotConvergedWarning)
-        trainer(callback := Fit()).fit(Routine(), Data())
-    assert seen == [30]
-    assert callback.evidence_result is not None and not callback.evidence_result.converged
-    assert "stopped after 30 iterations" in caplog.text and "41 nats" in caplog.text
-    monkeypatch.setattr("tu_symmetry.callbacks.laplace._READINGS", 77 * SAMPLES)
-    trainer(Fit()).fit(Routine(), Data())
-    assert seen[1:] == [77]
-    caplog.clear()
-    for given in (5, None):
-        with pytest.warns(NotConvergedWarning), caplog.at_level("INFO"):
-            trainer(Fit(max_iterations=given)).fit(Routine(), Data())
-        assert seen[-1] == given and "stopped after" not in caplog.text
 
 
 def test_few_iterations_find_the_precisions_that_many_find() -> None:
@@ -558,19 +508,6 @@ def test_the_temperature_is_one_that_is_surely_better() -> None:
     for wrong in (-1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="standard_errors"):
             FitLaplace(standard_errors=wrong)
-
-
-@pytest.mark.parametrize(("most", "part", "expected"), [(5, 4, 10), (20, 4, 20), (5, 1, SAMPLES), (50, 4, SAMPLES)])
-def test_of_many_validation_data_a_part_is_enough(
-    most: int, part: int, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fixed number, or a share of the number of training samples: the larger of the two."""
-    monkeypatch.setattr("tu_symmetry.callbacks.laplace._HELD_OUT", most)
-    monkeypatch.setattr("tu_symmetry.callbacks.laplace._PART", part)
-    callback = FitLaplace(evaluate_at="map")
-    trainer(callback, limit_val_batches=0).fit(Routine(), HeldOut())
-    assert callback.calibration is not None and callback.calibration.held_out
-    assert callback.calibration.samples == expected
 
 
 @pytest.mark.parametrize("loader", [True, False])

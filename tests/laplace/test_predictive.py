@@ -360,8 +360,3 @@ def test_options_that_are_not_known(options: dict[str, Any], message: str) -> No
     la, x = fitted()
     with pytest.raises(ValueError, match=message):
         la.predictive(x, **options)
-
-
-def test_prediction_before_the_fit() -> None:
-    with pytest.raises(RuntimeError, match="call fit"):
-        LinearizedLaplace(mlp()).predictive(torch.zeros(1, 4, dtype=torch.float64))
