@@ -363,7 +363,6 @@ def test_empty_batches(covariance: Any) -> None:
         lambda: la.predictive(X[:0], joint=True),
         lambda: la.function_covariance(X[:0]),
         lambda: la.function_samples(X[:0], 2),
-        lambda: list(la.predict([X, X[:0]])),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="no samples"):

@@ -27,7 +27,7 @@ from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
+from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -210,7 +210,7 @@ def approximate(subject: Subject, settings: Settings, choice: Choice) -> tuple[L
 def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings, progress: Any = None) -> EvidenceResult:
     """Have the evidence choose precisions; what its warnings would say stands in the tables."""
     with warnings.catch_warnings():
-        for kind in (PrunedGroupWarning, UnevenEvidenceWarning, NotConvergedWarning):
+        for kind in (PrunedGroupWarning, NotConvergedWarning):
             warnings.simplefilter("ignore", kind)
         return la.optimize_evidence(
             hyperprior=None if choice.flat else Hyperprior(),
