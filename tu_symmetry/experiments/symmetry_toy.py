@@ -1,21 +1,28 @@
-"""What is left of a posterior when every network is scaled and sorted."""
+"""The toy figure of arXiv 2310.08287: the posterior of a 2-2-1 perceptron, raw, scaled, sorted, and both.
+
+Networks are trained by :class:`~tu_symmetry.routines.MembersRoutine` on :class:`TwoGroupsDataModule`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from lightning.pytorch import LightningDataModule
+from matplotlib.colors import LogNorm
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
 
-from tu_symmetry.experiments.symmetry_toy.groups import TwoGroupsDataModule
-from tu_symmetry.experiments.symmetry_toy.networks import Perceptron
-from tu_symmetry.files import write_safetensors
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.states import unstack
@@ -23,8 +30,86 @@ from tu_symmetry.symmetry.action import apply_permutation, apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.report import Found, Report, table
 
 FORMS = "forms.safetensors"
+ROWS = {
+    "raw": "raw",
+    "scaled": "scaled",
+    "sorted": "sorted",
+    "both": "scaled and sorted",
+    "least": "least mass",
+    "cost": "least mass and sorted",
+}
+
+
+class TwoGroupsDataModule(LightningDataModule):
+    """Points around two centers in the plane; targets are 0.0 and 1.0. Validation and test see the training points.
+
+    Args:
+        points: in each group.
+        centers: the centers of the groups.
+        spread: standard deviation of each coordinate around its center.
+        batch_size: the size of training batches.
+        orders: independent orders for networks trained at once, batches are ``[orders, batch, ...]`` then; the m-th
+            order is that of ``seed + m``.
+        seed: the seed of the points and the orders.
+    """
+
+    def __init__(
+        self,
+        points: int = 200,
+        centers: Sequence[Sequence[float]] = ((1.0, 0.0), (0.0, 1.0)),
+        spread: float = 0.2,
+        batch_size: int = 10,
+        orders: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if [len(center) for center in centers] != [2, 2]:
+            raise ValueError(f"centers must be two points in the plane, got {centers}")
+        around = torch.tensor(centers, device="cpu").repeat_interleave(points, 0)
+        x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+        self.points = TensorPairs(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
+        self.batch_size, self.orders, self.seed = batch_size, orders, seed
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches, in an order that depends on the seed and the epoch alone."""
+        orders = [SeededOrder(self.points, num_replicas=1, rank=0, seed=self.seed + m) for m in range(self.orders or 1)]
+        return ResumableLoader(self.points, self.batch_size, orders[0], orders if self.orders else ())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """All points, in order."""
+        return DataLoader(self.points, batch_size=len(self.points), collate_fn=as_it_is)
+
+    test_dataloader = val_dataloader
+
+
+class NormalLinear(nn.Linear):
+    """A linear layer with weights and biases from ``N(0, std^2)``."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, std: float) -> None:
+        self.std = std
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        with torch.no_grad():
+            for p in self.parameters(recurse=False):
+                p.normal_(0.0, self.std)
+
+
+class Perceptron(nn.Module):
+    """Two inputs, two hidden ReLU units, one logit; ``initial_std`` is that of all parameters at initialization."""
+
+    def __init__(self, bias: bool = False, initial_std: float = 1.0) -> None:
+        super().__init__()
+        self.hidden = NormalLinear(2, 2, bias, initial_std)
+        self.output = NormalLinear(2, 1, bias, initial_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[batch]`` of inputs ``[batch, 2]``."""
+        return self.output(self.hidden(x).relu()).squeeze(-1)
 
 
 def remove(
@@ -41,9 +126,7 @@ def remove(
     """Keep the networks that fit, scale and sort each of them, and measure what is left of the spread.
 
     Args:
-        out: folder of the results and of ``forms.safetensors``: form and name to ``[kept, ...]``.
-        model: the architecture; its own weights do not matter.
-        data: the points that the networks were trained on.
+        out: gets ``forms.safetensors``: form and name to ``[kept, ...]``.
         samples: folder of the networks.
         largest_loss: networks whose mean loss over the data (nats) is above it are left out.
         norm: the norm of every hidden unit's incoming weights after scaling.
@@ -143,3 +226,42 @@ def cluster_shares(points: Tensor, radius: float, neighbors: int) -> list[float]
     labels = torch.from_numpy(DBSCAN(eps=radius, min_samples=neighbors).fit((points / scale).numpy()).labels_)
     counts = torch.bincount(labels[labels >= 0])
     return (counts.sort(descending=True).values / len(points)).tolist()
+
+
+def report(out: Path, recipe: str, removal: Path) -> Outcome:
+    """Write ``report.md`` with the four panels and the numbers of the collapse, from the folder of :func:`remove`."""
+    page, forms = Report(out, recipe), read_tensors(removal / FORMS)
+    page.add(collapse_table(Outcome.load(removal).results, page.table.title), heading=False)
+    page.figure("posterior", draw, {k: forms[f"{k}/output.weight"][:, 0] for k in ("raw", "scaled", "sorted", "both")})
+    return page.done()
+
+
+def collapse_table(found: Found, title: str) -> Grid:
+    """Variances and modes of every form."""
+    columns = {
+        "variance": lambda form: f"{form['variance']:.3g}",
+        "relative": lambda form: f"{form['relative_variance']:.4f}",
+        "modes": lambda form: str(form["modes"]),
+        "in modes (%)": lambda form: f"{100 * form['in_modes']:.1f}",
+    }
+    caption = (
+        f"{found['kept']} of {found['trained']} networks fit; all forms of a network agree in their outputs to "
+        f"{found['output_error']:.0e}. Variance: sum of the marginal variances of all weights; relative: over the "
+        "mean squared norm."
+    )
+    return table(title, {label: found["forms"][name] for name, label in ROWS.items()}, columns, caption)
+
+
+def draw(path: Path, points: Mapping[str, Tensor]) -> None:
+    """Panels of the last layer's weights ``[samples, 2]``, on a common logarithmic color scale of counts."""
+    limit = 1.05 * max(float(p.abs().quantile(0.998)) for p in points.values())
+    with plots.figure(path, len(points), width=2.9, height=3.1) as axes:
+        for ax, (name, values) in zip(axes, points.items(), strict=True):
+            x, y = values.numpy().T
+            box, norm = [[-limit, limit]] * 2, LogNorm(1, 1000)
+            *_, image = ax.hist2d(x, y, bins=90, range=box, norm=norm, cmap="viridis", rasterized=True)
+            ax.axhline(0, color=plots.GRAY, linewidth=0.5)
+            ax.axvline(0, color=plots.GRAY, linewidth=0.5)
+            ax.set(title=ROWS[name].capitalize(), xlabel="output weight of unit 1", aspect="equal")
+        axes[0].set_ylabel("output weight of unit 2")
+        axes[-1].figure.colorbar(image, ax=axes[-1], label="networks in a bin", shrink=0.8)
