@@ -231,15 +231,15 @@ def run_files(commands: Sequence[Typed], folder: Path, accelerator: str) -> Iter
         yield typed
 
 
-def assert_goes_on(command: Callable[[Path], Outcome], out: Path) -> Outcome:
+def assert_goes_on(command: Callable[[Path], Outcome], out: Path, lost: int = 2) -> Outcome:
     """A command without its last parts, as a kill leaves it, makes these, reads the others, and finds the same."""
     whole = command(out)
     parts = sorted(out.rglob("*.json"), key=lambda path: path.stat().st_mtime_ns)
     stamps = {path: path.stat().st_mtime_ns for path in parts}
-    for path in parts[-2:]:
+    for path in parts[-lost:]:
         path.unlink()
-    assert len(parts) > 2 and command(out).results == whole.results
-    assert {path for path in parts if path.stat().st_mtime_ns != stamps[path]} == set(parts[-2:])
+    assert len(parts) > lost and command(out).results == whole.results
+    assert {path for path in parts if path.stat().st_mtime_ns != stamps[path]} == set(parts[-lost:])
     return whole
 
 

@@ -60,13 +60,6 @@ def test_the_prior_covers_all_weights_of_convolutions_in_eight_blocks():
     assert sum(len(p.hyperparameters) for p in priors) + 1 == 14
 
 
-def test_odd_sizes_and_skips_without_channels():
-    for shape in ((28, 28), (11, 9)):
-        assert UNet((4, 4, 4), (2, 0))(torch.rand(2, 1, *shape)).shape == (2, 1, *shape)
-    with pytest.raises(ValueError, match="skip connections"):
-        UNet((4, 4), (2, 2))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Two images, two geometries, all rows."""

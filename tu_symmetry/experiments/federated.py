@@ -26,7 +26,7 @@ from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import Found, Report
+from tu_symmetry.tables.report import Found, Report, table
 
 STEPS = {"naive": "mean of the weights", "aligned": "aligned, then mean", "corrected": "and REPAIR"}
 
@@ -38,7 +38,6 @@ class ClientDigitsDataModule(DigitsDataModule):
 
     Args:
         client: number of the client, from 0.
-        clients: how many there are.
         concentration: the concentration of the Dirichlet distribution: 100 gives all clients the same mixture, 0.1
             almost one class each.
         split_seed: seed of the proportions and of who gets which image.
@@ -86,7 +85,6 @@ def merge_clients(
     Args:
         clients: folders of the clients' sample stores, the last sample of each is taken.
         points: on the lines between networks.
-        num_statistics: number of unlabeled images.
     """
     images = Images(data, "cpu")
     statistics = torch.cat([x for x, _ in data.train_dataloader()])[:num_statistics]
@@ -119,12 +117,16 @@ def merge_clients(
 
 def clients_table(found: Merged) -> Grid:
     """Clients, then the steps towards the merged network."""
-    rows = [[f"client {k}", one, ""] for k, one in enumerate(found.members)]
+    scores = {f"client {k}": (one, "") for k, one in enumerate(found.members)}
     for step, one in found.scores.items():
-        rows.append([STEPS[step], one, f"{max(line.barrier for line in found.lines[step]):.3f}"])
-    body = [[name, f"{100 * one['accuracy']:.1f}", f"{one['loss']:.3f}", barrier] for name, one, barrier in rows]
+        scores[STEPS[step]] = one, f"{max(line.barrier for line in found.lines[step]):.3f}"
+    columns = {
+        "accuracy (%)": lambda row: f"{100 * row[0]['accuracy']:.1f}",
+        "loss": lambda row: f"{row[0]['loss']:.3f}",
+        "barrier": lambda row: row[1],
+    }
     caption = "test images of all classes; loss and barrier in nats, the barrier is the largest over the lines"
-    return Grid("Clients' networks merged", ["", "accuracy (%)", "loss", "barrier"], body, caption)
+    return table("Clients' networks merged", scores, columns, caption)
 
 
 def report(out: Path, recipe: str, merging: Path) -> Outcome:

@@ -14,10 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import accuracy, logits
-from tu_symmetry.experiments.study import Study
+from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, measured
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.profiles import mass_profile
 from tu_symmetry.tables.logs import last_weights, logged_curve
@@ -30,7 +29,6 @@ class ConvNet(nn.Module):
 
     Args:
         in_features: number of pixels of a square image with one channel.
-        num_classes: number of outputs.
         channels: the channels of the two convolutions.
         hidden: units of the first linear layer.
     """
@@ -67,42 +65,38 @@ def take_profiles(
         runs: weight decay to the folders of its runs, one for each seed: fits of the architecture by a routine that
             holds it as ``model``, with ``ScaleCanonicalization``, a CSVLogger, and a ``last.ckpt``.
         reach: largest natural-log factor, in both directions.
-        points: evenly spaced log-factors.
     """
     study = Study(model, data, "cpu")
     model, train, test, graph = study.model, study.train, study.test, study.graph
     log_factors = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
     records: list[dict[str, Any]] = []
-    profiles: dict[str, dict[str, Any]] = {}
-    with Display().track("profiles", sum(len(folders) for folders in runs.values())) as tracker:
-        for decay, folders in runs.items():
-            mine = profiles[decay] = {
-                k: {g.name: [] for g in graph.scales} for k in ("last", "optimum", "minimum", "rms")
+    kinds, groups = ("last", "optimum", "minimum", "rms"), [g.name for g in graph.scales]
+    profiles: dict[str, Any] = {decay: {kind: {g: [] for g in groups} for kind in kinds} for decay in runs}
+    jobs = [(decay, seed, folder) for decay, folders in runs.items() for seed, folder in enumerate(folders)]
+    for decay, seed, folder in tracked("profiles", jobs, lambda job: job[0]):
+        state = last_weights(folder)
+        step, mass = logged_curve(folder, "scale/mass")
+        _, minimal = logged_curve(folder, "scale/minimal_mass")
+        records.append(
+            {
+                "weight_decay": decay,
+                "seed": seed,
+                "step": step,
+                "mass": mass,
+                "minimal_mass": minimal,
+                "ratio": [m / c for m, c in zip(mass, minimal, strict=True)],
+                "train_loss": float(cross_entropy(logits(model, state, train), train.y)),
+                "test_accuracy": accuracy(logits(model, state, test), test.y),
             }
-            for seed, folder in enumerate(folders):
-                state = last_weights(folder)
-                step, mass = logged_curve(folder, "scale/mass")
-                _, minimal = logged_curve(folder, "scale/minimal_mass")
-                records.append(
-                    {
-                        "weight_decay": decay,
-                        "seed": seed,
-                        "step": step,
-                        "mass": mass,
-                        "minimal_mass": minimal,
-                        "ratio": [m / c for m, c in zip(mass, minimal, strict=True)],
-                        "train_loss": float(cross_entropy(logits(model, state, train), train.y)),
-                        "test_accuracy": accuracy(logits(model, state, test), test.y),
-                    }
-                )
-                least = canonicalize(graph, state)
-                last, optimum = (mass_profile(graph, s, log_factors) for s in (state, least.state))
-                for name, log_scale in least.log_scale.items():
-                    mine["last"][name].append((last.masses[name] / least.mass_after).tolist())
-                    mine["optimum"][name].append((optimum.masses[name] / least.mass_after).tolist())
-                    mine["minimum"][name].append(last.minima[name])
-                    mine["rms"][name].append(float(log_scale.square().mean().sqrt()))
-                tracker.update(len(records))
+        )
+        least = canonicalize(graph, state)
+        last, optimum = (mass_profile(graph, s, log_factors) for s in (state, least.state))
+        for name, log_scale in least.log_scale.items():
+            mine = profiles[decay]
+            mine["last"][name].append((last.masses[name] / least.mass_after).tolist())
+            mine["optimum"][name].append((optimum.masses[name] / least.mass_after).tolist())
+            mine["minimum"][name].append(last.minima[name])
+            mine["rms"][name].append(float(log_scale.square().mean().sqrt()))
     ratios = {decay: fmean([r["ratio"][-1] for r in records if r["weight_decay"] == decay]) for decay in runs}
     text = ", ".join(f"{ratio:.3f} with {decay}" for decay, ratio in ratios.items())
     return Outcome(

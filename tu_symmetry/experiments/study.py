@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches, chosen_device
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import digest_tensors
+
+T = TypeVar("T")
+
+
+def tracked(description: str, jobs: Sequence[T], name: Callable[[T], str] | None = None) -> Iterator[T]:
+    """Jobs one after the other; how many are done is shown, and the name of the last one."""
+    with Display().track(description, len(jobs)) as tracker:
+        for done, job in enumerate(jobs, 1):
+            yield job
+            tracker.update(done, **({} if name is None else {"of": name(job)}))
 
 
 class Images:
@@ -27,11 +40,7 @@ class Images:
         self.other = data.ood.x.to(self.device) if data.eval_ood else None
 
     def held_out(self, purpose: str) -> tuple[Tensor, Tensor]:
-        """Validation images and their classes.
-
-        Raises:
-            ValueError: the data module holds none back.
-        """
+        """Validation images and their classes."""
         if self.data.val_size < 1:
             raise ValueError(f"data: val_size must be at least 1, for {purpose} validation images")
         return self.data.val.x.to(self.device), self.data.val.y.to(self.device)

@@ -19,11 +19,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation, apply_scale
@@ -48,12 +48,9 @@ class TwoGroupsDataModule(LightningDataModule):
 
     Args:
         points: in each group.
-        centers: the centers of the groups.
         spread: standard deviation of each coordinate around its center.
-        batch_size: the size of training batches.
         orders: independent orders for networks trained at once, batches are ``[orders, batch, ...]`` then; the m-th
             order is that of ``seed + m``.
-        seed: the seed of the points and the orders.
     """
 
     def __init__(
@@ -127,15 +124,11 @@ def remove(
 
     Args:
         out: gets ``forms.safetensors``: form and name to ``[kept, ...]``.
-        samples: folder of the networks.
         largest_loss: networks whose mean loss over the data (nats) is above it are left out.
         norm: the norm of every hidden unit's incoming weights after scaling.
         radius: the radius of DBSCAN, in units of the root mean square norm of the networks' weights.
         neighbors: networks within the radius that make a network the core of a mode (itself included).
         least_share: the least share of all networks that a cluster must hold to count as a mode.
-
-    Raises:
-        ValueError: fewer than two networks fit.
     """
     trained, x = SampleStore.open(samples, like=model.state_dict()).load(), data.points.x
     losses = mean_losses(model, trained, data)
@@ -151,16 +144,14 @@ def remove(
     raw = list(unstack({name: t[fits].double() for name, t in trained.items()}))
     forms: dict[str, list[dict[str, Tensor]]] = {k: [] for k in ("raw", "scaled", "least", "sorted", "both", "cost")}
     error = 0.0
-    with Display().track("removing symmetries", len(raw)) as tracker:
-        for i, state in enumerate(raw):
-            made = {"raw": state, "scaled": rescaled(graph, state, norm), "least": rescaled(graph, state, None)}
-            for plain, ordered in (("raw", "sorted"), ("scaled", "both"), ("least", "cost")):
-                made[ordered] = sorted_by_output(graph, made[plain])
-            outputs = torch.stack([functional_call(model, s, (x,)) for s in made.values()])
-            error = max(error, float((outputs - outputs[0]).abs().max() / outputs[0].abs().max()))
-            for name, form in made.items():
-                forms[name].append(form)
-            tracker.update(i + 1)
+    for state in tracked("removing symmetries", raw):
+        made = {"raw": state, "scaled": rescaled(graph, state, norm), "least": rescaled(graph, state, None)}
+        for plain, ordered in (("raw", "sorted"), ("scaled", "both"), ("least", "cost")):
+            made[ordered] = sorted_by_output(graph, made[plain])
+        outputs = torch.stack([functional_call(model, s, (x,)) for s in made.values()])
+        error = max(error, float((outputs - outputs[0]).abs().max() / outputs[0].abs().max()))
+        for name, form in made.items():
+            forms[name].append(form)
     stacked = {name: {k: torch.stack([s[k] for s in states]) for k in raw[0]} for name, states in forms.items()}
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / FORMS, {f"{name}/{k}": t for name, states in stacked.items() for k, t in states.items()})
@@ -170,12 +161,8 @@ def remove(
         modes = [s for s in cluster_shares(points, radius, neighbors) if s >= least_share]
         variance = float(points.var(0).sum())
         relative = variance / float(points.square().sum(1).mean())
-        numbers[name] = {
-            "variance": variance,
-            "relative_variance": relative,
-            "modes": len(modes),
-            "in_modes": sum(modes),
-        }
+        numbers[name] = {"variance": variance, "relative_variance": relative}
+        numbers[name] |= {"modes": len(modes), "in_modes": sum(modes)}
     collapse = numbers["raw"]["variance"] / numbers["both"]["variance"]
     quantiles = losses.double().quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device="cpu"))
     return Outcome(

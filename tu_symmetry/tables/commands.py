@@ -89,12 +89,7 @@ class CommandTable:
 
 
 def load_table(folder: str | Path) -> CommandTable:
-    """Read and check a recipe folder; copies are commands of their own, and files are with their bases.
-
-    Raises:
-        ConfigError: missing files, unknown keys, a name listed twice, a command that needs a later one, a command whose
-            folder is not ``$root/$name``.
-    """
+    """Read and check a recipe folder; copies are commands of their own, and files are with their bases."""
     folder = Path(folder)
     path = folder / "table.yaml"
     raw = read_mapping(path)
@@ -177,11 +172,6 @@ def run_commands(
 
     Returns:
         Name of each command to its results.
-
-    Raises:
-        ConfigError: a recipe or override that cannot be used.
-        FolderInUseError: another process works in the run folder.
-        TableInterrupted: ``max_time`` is over.
     """
     folder = Path(folder)
     table = load_table(folder)

@@ -32,11 +32,7 @@ def add_folders(parser: ArgumentParser) -> None:
 
 
 def with_folders(config: Namespace) -> Namespace:
-    """The parsed configuration with the folders filled in, wherever they stand.
-
-    Raises:
-        ConfigError: ``$name`` without a name and without a file.
-    """
+    """The parsed configuration with the folders filled in, wherever they stand."""
     files = [str(path) for path in config.get("config") or () if path is not None]
     folders = {key: str(config[key]) for key in ("root", "name", "data_root")}
     folders["name"] = folders["name"] or (Path(files[-1]).stem if files else "")

@@ -43,11 +43,7 @@ def _within_recipes(name: str | Path) -> str:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The folder of a recipe: a path, or the name of one that travels with the package.
-
-    Raises:
-        ConfigError: neither.
-    """
+    """The folder of a recipe: a path, or the name of one that travels with the package."""
     if (Path(name) / "table.yaml").is_file():
         return Path(name)
     known = library()

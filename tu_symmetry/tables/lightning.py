@@ -119,11 +119,7 @@ class _SaveConfig(TUSaveConfigCallback):
 
 
 def require_checkpoint(path: str) -> None:
-    """Refuse what is no checkpoint of a trainer, or was damaged; Lightning's own words (``last``) and URLs are left.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Refuse what is no checkpoint of a trainer, or was damaged; Lightning's own words (``last``) and URLs are left."""
     place = Path(path)
     sharded = (place / "meta.pt").is_file() or (place / "checkpoint").is_dir()
     if "://" in path or path in ("last", "best", "hpc") or path.startswith("registry") or sharded:
@@ -168,10 +164,6 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
         arguments: what is typed after ``tu-symmetry``.
         deadline: the deadline of a fit, by :func:`time.monotonic`. It is then cut without what callbacks and routines
             do at the end of an epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
-
-    Raises:
-        OutOfTime: the deadline was reached before the fit's end.
-        SystemExit: as LightningCLI does, for ``--help``, ``--print_config`` and arguments that do not fit.
     """
     before = sys.argv
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own

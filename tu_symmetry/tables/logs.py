@@ -20,11 +20,7 @@ def last_values(run: Path) -> dict[str, float]:
 
 
 def logged_curve(run: Path, name: str) -> tuple[list[int], list[float]]:
-    """Steps, ascending, and values of one metric; where two parts of a run have the same step, the later stands.
-
-    Raises:
-        KeyError: no such column.
-    """
+    """Steps, ascending, and values of one metric; where two parts of a run have the same step, the later stands."""
     found = {int(row["step"]): float(row[name]) for row in _rows(run) if row.get(name) not in ("", None)}
     if not found:
         raise KeyError(f"no metrics.csv in {run} has a value of {name!r}")
@@ -33,11 +29,7 @@ def logged_curve(run: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 def last_weights(run: Path) -> dict[str, Tensor]:
-    """The network of a run's newest ``last.ckpt``, of a routine that holds it as ``model``.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The network of a run's newest ``last.ckpt``, of a routine that holds it as ``model``."""
     found = sorted(run.rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
     if not found:
         raise FileNotFoundError(f"{run} holds no last.ckpt: fit with the callback LastCheckpoint")

@@ -40,12 +40,7 @@ class Outcome:
 
     @classmethod
     def load(cls, folder: str | Path) -> Outcome:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FileError: a file that was changed or damaged.
-            OSError: no such file: the command that makes it has not been run, or wrote elsewhere.
-        """
+        """Read what :meth:`save` wrote."""
         content, _ = read_json(Path(folder) / RESULTS)
         return cls(content["results"], content["headline"], [Grid(**grid) for grid in content["tables"]])
 
@@ -73,11 +68,7 @@ class Parts:
         return [name for name in names if not self.path(name).exists()]
 
     def take(self, name: str, make: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-        """The part, made by ``make(*arguments)`` and kept if it is not there.
-
-        Raises:
-            FileError: it was made from something else, changed, or damaged.
-        """
+        """The part, made by ``make(*arguments)`` and kept if it is not there."""
         path = self.path(name)
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -28,11 +28,7 @@ class Answer(NamedTuple):
 
 
 def answered(claims: Mapping[str, str], answers: Mapping[str, Callable[..., Answer]], *found: Any) -> dict[str, Answer]:
-    """What results say to each claim of a recipe.
-
-    Raises:
-        ConfigError: a claim without an answer.
-    """
+    """What results say to each claim of a recipe."""
     unknown = [name for name in claims if name not in answers]
     if unknown:
         raise ConfigError(f"claims: there is no answer to {unknown[0]!r}, only to {', '.join(answers)}")

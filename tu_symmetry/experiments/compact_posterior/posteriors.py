@@ -16,12 +16,11 @@ from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import accuracy, logits, mean_probabilities, nll
-from tu_symmetry.experiments.study import Study
+from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.compact import prune as masked
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import evenly, sample_count, unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
@@ -81,27 +80,16 @@ def compare(
     """
     study = PosteriorStudy(model, data, device, seed)
     hmc = study.samples(runs.hmc)
-    sampled = {"hmc/sample": hmc, "ensemble/sample": study.samples(runs.ensemble)}
-    total = sum(sample_count(s) for s in sampled.values()) + repeats * num_samples * len(COLUMNS)
-    predictives: dict[str, list[Tensor]] = {}
+    predictives = {
+        "hmc/sample": [mean_probabilities(study.model, hmc, study.test)],
+        "ensemble/sample": [mean_probabilities(study.model, study.samples(runs.ensemble), study.test)],
+    }
     mean_accuracy: dict[str, float] = {}
-    done = 0
-    with Display().track("predicting", total) as tracker:
-
-        def predict(column: str, states: dict[str, Tensor]) -> None:
-            nonlocal done
-            found = mean_probabilities(study.model, states, study.test, lambda n: tracker.update(done + n, of=column))
-            predictives.setdefault(column, []).append(found)
-            done += sample_count(states)
-
-        for column, states in sampled.items():
-            predict(column, states)
-        for column in COLUMNS:
-            q = study.posterior(runs.posterior(column))
-            generator = study.generator(column)
-            for _ in range(repeats):
-                predict(column, q.sample(num_samples, generator=generator))
-            mean_accuracy[column] = accuracy(logits(study.model, q.mean, study.test), study.test.y)
+    for column in tracked("predicting", COLUMNS, str):
+        q, generator = study.posterior(runs.posterior(column)), study.generator(column)
+        draws = (q.sample(num_samples, generator=generator) for _ in range(repeats))
+        predictives[column] = [mean_probabilities(study.model, states, study.test) for states in draws]
+        mean_accuracy[column] = accuracy(logits(study.model, q.mean, study.test), study.test.y)
     (reference,) = predictives["hmc/sample"]
     figures: dict[str, Callable[[Tensor], float]] = {
         "agreement": lambda p: float(predictive_agreement(p, reference)),
@@ -170,20 +158,18 @@ def prune(
     def add(curve: str, value: float) -> None:
         curves.setdefault(curve, []).append(value)
 
-    with Display().track("pruning", len(keep)) as tracker:
-        for i, share in enumerate(keep):
-            for name, posterior in q.items():
-                mask = posterior.pruning_mask(share)
-                predictive = mean_probabilities(model, masked(draws[name], mask), study.test)
-                add(f"{name} samples, own σ", accuracy(predictive, study.test.y))
-                add(f"{name} mean, own σ", accuracy_of(masked(posterior.mean, mask)))
-            foreign = {f"{m}'s σ": permute_tensors(graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
-            threshold = ascending[max(round(share * len(ascending)), 1) - 1]
-            foreign["random order"] = {name: t <= threshold for name, t in order.items()}
-            for label, mask in foreign.items():
-                add(f"ensemble mean, {label}", accuracy_of(masked(center, mask)))
-                add(f"single networks, {label}", fmean([accuracy_of(masked(m, mask)) for m in aligned]))
-            tracker.update(i + 1)
+    for share in tracked("pruning", keep):
+        for name, posterior in q.items():
+            mask = posterior.pruning_mask(share)
+            predictive = mean_probabilities(model, masked(draws[name], mask), study.test)
+            add(f"{name} samples, own σ", accuracy(predictive, study.test.y))
+            add(f"{name} mean, own σ", accuracy_of(masked(posterior.mean, mask)))
+        foreign = {f"{m}'s σ": permute_tensors(graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
+        threshold = ascending[max(round(share * len(ascending)), 1) - 1]
+        foreign["random order"] = {name: t <= threshold for name, t in order.items()}
+        for label, mask in foreign.items():
+            add(f"ensemble mean, {label}", accuracy_of(masked(center, mask)))
+            add(f"single networks, {label}", fmean([accuracy_of(masked(m, mask)) for m in aligned]))
     half = min(range(len(keep)), key=lambda i: abs(keep[i] - 0.5))
     own, foreign_hmc = (curves[f"ensemble mean, {which}"][half] for which in ("own σ", "HMC's σ"))
     return Outcome(
@@ -211,20 +197,13 @@ def interpolate(
     """
     study = PosteriorStudy(model, data, device, seed)
     found: dict[str, Any] = {}
-    with Display().track("interpolating", 4 * pairs) as tracker:
-        done = 0
-        for source in ("ensemble", "hmc"):
-            first, *others = unstack(study.samples(getattr(runs, source), pairs + 1))
-            for kind in ("before", "after"):
-                paths = []
-                for other in others:
-                    if kind == "after":
-                        other = apply_permutation(study.graph, study.matched(first, other), other)
-                    paths.append(loss_barrier(study.model, first, other, study.train, cross_entropy, points=points))
-                    done += 1
-                    tracker.update(done, path=f"{source} {kind}")
-                found["ratios"] = paths[0].ratios
-                found[f"{source}/{kind}"] = {"loss": [p.losses for p in paths], "barrier": [p.barrier for p in paths]}
+    for source in tracked("interpolating", ("ensemble", "hmc"), str):
+        first, *others = unstack(study.samples(getattr(runs, source), pairs + 1))
+        moved = [apply_permutation(study.graph, study.matched(first, other), other) for other in others]
+        for kind, ends in (("before", others), ("after", moved)):
+            paths = [loss_barrier(study.model, first, end, study.train, cross_entropy, points=points) for end in ends]
+            found["ratios"] = paths[0].ratios
+            found[f"{source}/{kind}"] = {"loss": [p.losses for p in paths], "barrier": [p.barrier for p in paths]}
     means = {k: fmean(v["barrier"]) for k, v in found.items() if k != "ratios"}
     # what a random permutation of n has on average: n minus its expected number of cycles
     found["transpositions_random"] = sum(

@@ -73,7 +73,7 @@ def main_table(found: Found, paper: Found, title: str) -> Grid:
     sets = f"means over {repeats} sets of {draws} draws; their accuracies vary by {worst:.1f} at most (std)"
     caption = f"second lines: the paper; q: {sets if repeats > 1 else f'{draws} draws'}"
     columns = {header: lambda row, column=column: cell(row, column) for column, header in COLUMNS.items()}
-    return table(title, ROWS, columns, caption)  # type: ignore[arg-type]
+    return table(title, ROWS, columns, caption)
 
 
 def alignment_table(runs: Runs, paths: Found) -> Grid:

@@ -17,13 +17,12 @@ from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import interpolate, loss_barrier
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.experiments.study import Study
+from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.files import FileError, new_folder, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import measured
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import transposition_count
@@ -47,10 +46,6 @@ def make_pairs(
         model: the architecture, with one hidden layer.
         counts: how many different numbers of transpositions, evenly spaced from 1 to width - 1.
         runs: independent initializations.
-
-    Raises:
-        ValueError: a model with another number of hidden layers.
-        FileExistsError: ``out`` holds finished initial states already (those of a call that was cut are made again).
     """
     folder = out / "initial"
     if (out / RESULTS).exists() and folder.is_dir() and any(folder.iterdir()):
@@ -81,9 +76,6 @@ def permutation_with_count(size: int, count: int, generator: torch.Generator) ->
     """A random permutation that takes exactly ``count`` transpositions, LongTensor ``[size]``.
 
     Swaps of elements from different cycles merge the cycles, so each of them raises the number by exactly one.
-
-    Raises:
-        ValueError: a count that no permutation of this size takes.
     """
     if not 0 <= count < size:
         raise ValueError(f"a permutation of {size} takes 0 to {size - 1} transpositions, not {count}")
@@ -110,11 +102,7 @@ def match_pairs(
 
     Args:
         pairs: folder of :func:`make_pairs`.
-        samples: folder of the trained networks, in the order of the initial ones.
         points: points on each interpolation, both ends included.
-
-    Raises:
-        FileError: another number of trained networks than of initial ones.
     """
     study = Study(model, data, device)
     made = Outcome.load(pairs).results
@@ -131,18 +119,16 @@ def match_pairs(
     def match(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
         return activation_matching(study.graph, study.model, a, b, study.train).permutation
 
-    with Display().track("matching", runs * len(initial)) as tracker:
-        for r, run in enumerate(unstack(trained)):
-            first, *others = unstack(run)
-            for i, other in enumerate(others):
-                p = match(first, other)
-                panels["transpositions"][r].append(transposition_count(p))
-                for name, state in (("", apply_permutation(study.graph, p, other)), ("_unmatched", other)):
-                    path = loss_barrier(study.model, first, state, study.train, cross_entropy, points=points)
-                    panels[f"distance{name}"][r].append(weight_distance(study.graph, first, state) ** 2)
-                    panels[f"barrier{name}"][r].append(path.barrier)
-                tracker.update(r * len(initial) + i + 1)
-            walks.append([transposition_count(match(first, interpolate(first, others[-1], t))) for t in ratios])
+    for r, run in tracked("matching", list(enumerate(unstack(trained)))):
+        first, *others = unstack(run)
+        for other in others:
+            p = match(first, other)
+            panels["transpositions"][r].append(transposition_count(p))
+            for name, state in (("", apply_permutation(study.graph, p, other)), ("_unmatched", other)):
+                path = loss_barrier(study.model, first, state, study.train, cross_entropy, points=points)
+                panels[f"distance{name}"][r].append(weight_distance(study.graph, first, state) ** 2)
+                panels[f"barrier{name}"][r].append(path.barrier)
+        walks.append([transposition_count(match(first, interpolate(first, others[-1], t))) for t in ratios])
     ends = [fmean(run[i] for run in panels["transpositions"]) for i in (0, -1)]
     return Outcome(
         {"initial": initial, "panels": panels, "walk": {"ratios": ratios, "transpositions": walks}},

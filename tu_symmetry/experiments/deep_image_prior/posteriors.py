@@ -159,7 +159,6 @@ def linearized_posterior(
             ``predcp_scale * measurements * tv_weight``.
         optimizer: optimizer of the evidence.
         num_steps: steps of Adam; the most of L-BFGS-B.
-        lr: learning rate of Adam.
         num_samples: posterior and prior samples that are kept for the figures.
         joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
             rows take it at the trained weights), the column U-Net of that paper's Table 1.
@@ -234,9 +233,6 @@ def dropout_posterior(
         num_samples: random masks; more than the image has pixels, for a covariance of full rank.
         batch_size: masks at a time.
         seed: seed of the masks, which are others on another kind of device.
-
-    Raises:
-        ValueError: fewer masks than pixels, a network without dropout.
     """
     found, on = Reconstructions.load(reconstructions), chosen_device(device)
     size = found.images[0].numel()
@@ -305,9 +301,6 @@ def sampled_posterior(
         double: whether to compute in float64.
         tv_weight: as for :func:`linearized_posterior`; None for the evidence alone.
         hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
-
-    Raises:
-        ValueError: too few samples for the covariance of a patch.
     """
     _require_unet(model)
     if max(patches) ** 2 >= num_samples:

@@ -19,20 +19,10 @@ from torch import nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
+from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.rows import (
-    ITSELF,
-    NETWORK,
-    OPEN_CAPTION,
-    Choice,
-    cell,
-    marks,
-    network_scores,
-    parse_all,
-    scores,
-    title_of,
-)
-from tu_symmetry.experiments.study import Images
+from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
+from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.groups import Prior, prior_groups
@@ -41,7 +31,6 @@ from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, Prun
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import State
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -167,10 +156,10 @@ class Work:
     def row(self, key: str) -> dict[str, Any]:
         """What the table says of one choice, or of the network itself."""
         if key == NETWORK:
-            return network_scores(self.model, self.images, self.settings.batch_size)
+            return paper.network_scores(self.model, self.images, self.settings.batch_size)
         la, result = self.approximate(Choice.parse(key))
         p = torch.cat([la.predictive(x, num_samples=self.settings.num_samples) for x, _ in self.test])
-        return scores(p.double(), self.test.y) | {
+        return paper.scores(p.double(), self.test.y) | {
             "log_evidence": result.log_marginal_likelihood,
             "iterations": result.iterations,
             "gradient_norm": result.gradient_norm,
@@ -214,12 +203,8 @@ def optimize_evidence(
         networks: column of the table to its networks.
         choices: rows of the table, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no
             hyperprior.
-
-    Raises:
-        ValueError: a choice that is none.
-        FileError: ``out`` holds parts that were made from something else.
     """
-    rows = parse_all(choices)
+    rows = paper.parse_all(choices)
     images = Images(data, device)
     digest = images.digest()
     states = {name: list(found.store()) for name, found in networks.items()}
@@ -228,13 +213,11 @@ def optimize_evidence(
     results: dict[str, dict[str, list[Any]]] = {}
     keys = [NETWORK, *(choice.key for choice in rows)]
     jobs = [(k, name) for k in range(max(map(len, states.values()))) for name in networks if k < len(states[name])]
-    with Display().track("evidence", len(jobs) * len(keys)) as tracker:
-        for number, (k, name) in enumerate(jobs):
-            work = Work(networks[name].model, states[name][k], images, settings, name, graphs)
-            for done, key in enumerate(keys, 1):
-                found = kept[name].take(f"{name}-{k}-{key}", work.row, key)
-                results.setdefault(key, {}).setdefault(name, []).append(found)
-                tracker.update(number * len(keys) + done, network=name, choice=key)
+    for k, name in tracked("evidence", jobs, lambda job: job[1]):
+        work = Work(networks[name].model, states[name][k], images, settings, name, graphs)
+        for key in keys:
+            row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
+            results.setdefault(key, {}).setdefault(name, []).append(row)
     itself = results.pop(NETWORK)
     every = [row for by_name in results.values() for found in by_name.values() for row in found]
     parameters = {name: trained.size for name, trained in networks.items()}
@@ -256,7 +239,7 @@ def report_architectures(out: Path, recipe: str, evidence: dict[str, Path]) -> O
     return page.done()
 
 
-def architecture_tables(found: Found, title: str, paper: Found) -> list[Grid]:
+def architecture_tables(found: Found, title: str, published: Found) -> list[Grid]:
     """Test NLLs beside the paper's; what one change of the method does to the same networks; effective dimensions."""
     networks, rows = found["networks"], found["rows"]
     everything = {NETWORK: networks, **rows}
@@ -264,52 +247,54 @@ def architecture_tables(found: Found, title: str, paper: Found) -> list[Grid]:
     def quality(row: tuple[str, str], name: str) -> str:
         key, column = row
         runs = everything[key][name]
-        text = cell([run[column] for run in runs])
+        text = paper.cell([run[column] for run in runs])
         if key == NETWORK:
             return text
-        theirs, error = paper.get(key, {}).get(name), paper.get(f"{key}/error", {}).get(name)
+        theirs, error = published.get(key, {}).get(name), published.get(f"{key}/error", {}).get(name)
         beside = "" if theirs is None or error is None else f"{theirs:.3f} ± {error:.3f}"
-        return f"{text}{marks(runs)}\n{beside}"
+        return f"{text}{paper.marks(runs)}\n{beside}"
 
     def difference(change: tuple[str, str], name: str) -> str:
         after, before = (everything[key][name] for key in change)
         gaps = [a["nll"] - b["nll"] for a, b in zip(after, before, strict=True)]
-        return cell(gaps, sign="+") + marks([*after, *before])
+        return paper.cell(gaps, sign="+") + paper.marks([*after, *before])
 
     def dimension(by_name: Found, name: str) -> str:
         runs = by_name[name]
         gamma = sum(sum(g["gamma"] for g in run["groups"].values()) for run in runs) / len(runs)
         pruned, count = sum(run["pruned"] for run in runs), sum(len(run["groups"]) for run in runs)
         of_groups = f"{pruned}/{count} pruned, " if count > len(runs) else ""
-        return f"{gamma:.0f}{marks(runs)}\n{of_groups}{sum(run['converged'] for run in runs)}/{len(runs)} converged"
+        return (
+            f"{gamma:.0f}{paper.marks(runs)}\n{of_groups}{sum(run['converged'] for run in runs)}/{len(runs)} converged"
+        )
 
     def made(heading: str, lines: dict[str, Any], show: Any, caption: str) -> Grid:
         columns = {name: lambda line, name=name: show(line, name) for name in networks}
-        return table(f"{heading} {title}", lines, columns, caption)  # type: ignore[arg-type]
+        return table(f"{heading} {title}", lines, columns, caption)
 
-    lines = {ITSELF: (NETWORK, "nll"), "the same, training data": (NETWORK, "train_nll")}
-    lines |= {title_of(key): (key, "nll") for key in rows}
+    lines = {paper.ITSELF: (NETWORK, "nll"), "the same, training data": (NETWORK, "train_nll")}
+    lines |= {paper.title_of(key): (key, "nll") for key in rows}
     changes = {change: keys for change, keys in CHANGES.items() if set(keys) <= everything.keys()}
     return [
         made(
             "Test NLL",
             lines,
             quality,
-            f"test NLL (nats), mean ± standard error over seeds; second line: the paper's. {OPEN_CAPTION}. Each FixUp "
-            "cell of several λ has one for each layer, for it has no normalized groups.",
+            f"test NLL (nats), mean ± standard error over seeds; second line: the paper's. {paper.OPEN_CAPTION}. Each "
+            "FixUp cell of several λ has one for each layer, for it has no normalized groups.",
         ),
         made(
             "What each choice changes",
             changes,
             difference,
             "difference of test NLL (nats) on the same networks, mean ± standard error over seeds; negative helps. "
-            f"{OPEN_CAPTION}",
+            f"{paper.OPEN_CAPTION}",
         ),
         made(
             "Effective dimension",
-            {title_of(key): by_name for key, by_name in rows.items()},
+            {paper.title_of(key): by_name for key, by_name in rows.items()},
             dimension,
             "effective directions that the data determine, mean over seeds; second line: pruned groups and converged "
-            f"evidences of all seeds. {OPEN_CAPTION}",
+            f"evidences of all seeds. {paper.OPEN_CAPTION}",
         ),
     ]

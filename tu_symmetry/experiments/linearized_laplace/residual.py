@@ -18,25 +18,10 @@ from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
+from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen, groups_of
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.rows import (
-    COLORS,
-    MOVING,
-    NETWORK,
-    OPEN,
-    OPEN_CAPTION,
-    Choice,
-    Runs,
-    Where,
-    cell,
-    images_line,
-    marks,
-    network_scores,
-    parse_all,
-    scores,
-    title_of,
-)
+from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice, Runs, Where
 from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
@@ -161,14 +146,9 @@ def optimize_kronecker_evidence(
 
     Args:
         out: every row is kept in its ``network-K`` at once; cut and called again, the others follow.
-        networks: folder of the sample store that holds the networks.
         data: the data that the networks were trained on, without augmentation.
         choices: rows of the table, ``tangent_mode``, ``map`` or ``full``, ``/single`` or ``/per_group``, and ``/flat``
             for no hyperprior; a ``full`` one comes after the ``tangent_mode`` one that it starts from.
-
-    Raises:
-        ValueError: a choice that is none, or a ``full`` one that has nothing to start from or takes no curvature.
-        FileError: ``out`` holds parts that were made from something else.
     """
     rows = read_choices(choices, settings.refreshes)
     images = Images(data, device)
@@ -184,7 +164,7 @@ def optimize_kronecker_evidence(
             parts = Parts(out / f"network-{number}", [*made_from, number])
             before = number * len(results)
             work = Work(model, graph, images, settings, parts.folder)
-            results[NETWORK].append(parts.take(NETWORK, network_scores, model, images, settings.batch_size))
+            results[NETWORK].append(parts.take(NETWORK, paper.network_scores, model, images, settings.batch_size))
             for done, choice in enumerate(rows, 1):
                 work.shown = partial(tracker.update, before + done, choice=choice.key)
                 results[choice.key].append(parts.take(choice.key, work.row, choice))
@@ -199,12 +179,8 @@ def optimize_kronecker_evidence(
 
 
 def read_choices(texts: Sequence[str], refreshes: int) -> list[Choice]:
-    """Read the rows of the table.
-
-    Raises:
-        ValueError: a choice that is none, or a ``full`` one that has nothing to start from or takes no curvature.
-    """
-    choices = parse_all(texts, get_args(Where))
+    """Read the rows of the table."""
+    choices = paper.parse_all(texts, get_args(Where))
     for number, choice in enumerate(choices):
         start = choice._replace(where="tangent_mode")
         if choice.where == "full" and start not in choices[:number]:
@@ -256,7 +232,7 @@ class Work:
             return torch.cat([la.predictive(part, num_samples=self.settings.num_samples) for part in parts]).double()
 
         other = None if self.images.other is None else probabilities(self.images.other)
-        return found | scores(probabilities(self.images.test.x), self.images.test.y, other)
+        return found | paper.scores(probabilities(self.images.test.x), self.images.test.y, other)
 
     def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, dict[str, Any]]:
         """Precisions and weights by the evidence, and what the table says of them."""
@@ -343,7 +319,7 @@ def report_residual(out: Path, recipe: str, evidence: Path) -> Outcome:
     """Write ``report.md`` and ``evidence.png``, from the folder of :func:`optimize_kronecker_evidence`."""
     page, found = Report(out, recipe), Outcome.load(evidence).results
     rows: dict[str, Runs] = {NETWORK: found["networks"], **found["rows"]}
-    page.add(images_line(f"{len(rows[NETWORK])} networks of {found['parameters']:,} parameters", found))
+    page.add(paper.images_line(f"{len(rows[NETWORK])} networks of {found['parameters']:,} parameters", found))
     page.add(quality_table(rows, page.table.paper, page.table.title), dimension_table(found["rows"]))
     if several := _several(found["rows"]):
         page.add(group_table(several))
@@ -356,16 +332,16 @@ def _several(rows: Mapping[str, Runs]) -> dict[str, Runs]:
     return {key: runs for key, runs in rows.items() if all(len(run.get("groups", ())) > 1 for run in runs)}
 
 
-def quality_table(rows: Mapping[str, Runs], paper: Found, title: str) -> Grid:
+def quality_table(rows: Mapping[str, Runs], published: Found, title: str) -> Grid:
     """Test NLL beside the paper's, accuracy, calibration, detection."""
 
     def show(key: str, column: str) -> str:
-        runs, theirs = rows[key], paper.get(key, {})
+        runs, theirs = rows[key], published.get(key, {})
         if column != "nll":
-            return cell([100 * run[column] for run in runs], 1) + marks(runs)
+            return paper.cell([100 * run[column] for run in runs], 1) + paper.marks(runs)
         known = theirs.get("nll") is not None and theirs.get("error") is not None
         beside = f"\n{theirs['nll']:.3f} ± {theirs['error']:.3f}" if known else ""
-        return cell([run["nll"] for run in runs]) + marks(runs) + beside
+        return paper.cell([run["nll"] for run in runs]) + paper.marks(runs) + beside
 
     columns: dict[str, Any] = {
         name: lambda key, column=column: show(key, column)
@@ -374,10 +350,10 @@ def quality_table(rows: Mapping[str, Runs], paper: Found, title: str) -> Grid:
     }
     caption = (
         "mean ± standard error over networks; second line: the paper's NLL, which has an offset (compare orderings and "
-        f"gaps). AUROC: of the predictive entropy. {OPEN_CAPTION}. {MOVING}: the last refresh of the curvature still "
-        "moved a log precision by more than the tolerance, so that this is no fixed point"
+        f"gaps). AUROC: of the predictive entropy. {paper.OPEN_CAPTION}. {paper.MOVING}: the last refresh of the "
+        "curvature still moved a log precision by more than the tolerance, so that this is no fixed point"
     )
-    return table(title, {title_of(key): key for key in rows}, columns, caption)
+    return table(title, {paper.title_of(key): key for key in rows}, columns, caption)
 
 
 def dimension_table(rows: Mapping[str, Runs]) -> Grid:
@@ -395,7 +371,9 @@ def dimension_table(rows: Mapping[str, Runs]) -> Grid:
         "converged": lambda runs: f"{sum(run['converged'] for run in runs)}/{len(runs)}",
         "largest change": lambda runs: f"{max(run['change'] for run in runs):.2g}",
     }
-    made = table("Effective dimensions and precisions", {title_of(k) + marks(r): r for k, r in rows.items()}, columns)
+    made = table(
+        "Effective dimensions and precisions", {paper.title_of(k) + paper.marks(r): r for k, r in rows.items()}, columns
+    )
     caption = (
         "means over networks; λ: smallest and largest of all groups; log evidence in nats, over the training data; "
         "largest change: of a log λ in the last iteration, and from before to after the last refresh of the curvature"
@@ -415,11 +393,11 @@ def group_table(rows: Mapping[str, Runs]) -> Grid:
 
     first = next(iter(rows.values()))[0]["groups"]
     columns: dict[str, Any] = {
-        title_of(key) + marks(runs): lambda name, runs=runs: show(runs, name) for key, runs in rows.items()
+        paper.title_of(key) + paper.marks(runs): lambda name, runs=runs: show(runs, name) for key, runs in rows.items()
     }
     caption = (
         "λ (geometric mean over networks) and in brackets the effective dimension; behind each group its weights. "
-        f"{OPEN_CAPTION}"
+        f"{paper.OPEN_CAPTION}"
     )
     return table("Precisions by group", {f"{n} ({first[n]['size']:,})": n for n in first}, columns, caption)
 
@@ -430,11 +408,11 @@ def draw_evidence(path: Path, rows: Mapping[str, Runs]) -> None:
     with plots.figure(path, 2 if several else 1, width=5.4, height=3.6) as axes:
         for place, (key, runs) in enumerate(reversed(list(rows.items()))):
             mean, error = mean_and_error([run["nll"] for run in runs])
-            color = plots.GRAY if key == NETWORK else COLORS[key.partition("/")[0]]
+            color = plots.GRAY if key == NETWORK else paper.COLORS[key.partition("/")[0]]
             face = "white" if key.endswith("/flat") else color
-            shape = "x" if OPEN in marks(runs) else "o"
+            shape = "x" if paper.OPEN in paper.marks(runs) else "o"
             axes[0].errorbar(mean, place, xerr=error, fmt=shape, color=color, markerfacecolor=face, capsize=2)
-        axes[0].set_yticks(range(len(rows)), [title_of(key) for key in reversed(list(rows))])
+        axes[0].set_yticks(range(len(rows)), [paper.title_of(key) for key in reversed(list(rows))])
         axes[0].set(title="Test NLL", xlabel="nats, mean ± standard error over networks; ×: had not converged")
         if several:
             names = list(next(iter(several.values()))[0]["groups"])
@@ -445,10 +423,10 @@ def draw_evidence(path: Path, rows: Mapping[str, Runs]) -> None:
                 axes[1].plot(
                     range(len(names)),
                     relative,
-                    marker="x" if OPEN in marks(runs) else "o",
-                    color=COLORS[key.partition("/")[0]],
+                    marker="x" if paper.OPEN in paper.marks(runs) else "o",
+                    color=paper.COLORS[key.partition("/")[0]],
                     linestyle=":" if key.endswith("/flat") else "-",
-                    label=title_of(key),
+                    label=paper.title_of(key),
                 )
             axes[1].set_xticks(range(len(names)), names, rotation=90, fontsize=6)
             axes[1].set(title="Precision of each group", ylabel=r"$\lambda_g$ over its center", yscale="log")

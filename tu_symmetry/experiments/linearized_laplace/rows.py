@@ -70,11 +70,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, known: Collection[str] = get_args(Where)) -> Choice:
-        """Read a choice, WHERE being one of the known ones.
-
-        Raises:
-            ValueError: anything else.
-        """
+        """Read a choice, WHERE being one of the known ones."""
         where, _, rest = text.partition("/")
         prior, _, last = rest.partition("/")
         if where not in known or prior not in PRIORS or last not in ("", "flat"):
@@ -95,11 +91,7 @@ class Choice(NamedTuple):
 
 
 def parse_all(texts: Sequence[str], known: Collection[str] = ("map", "tangent_mode")) -> list[Choice]:
-    """Read the rows of a table, each of them once.
-
-    Raises:
-        ValueError: what is no choice, or stands twice.
-    """
+    """Read the rows of a table, each of them once."""
     choices = [Choice.parse(text, known) for text in texts]
     twice = sorted({c.key for c in choices if choices.count(c) > 1})
     if twice or not choices:

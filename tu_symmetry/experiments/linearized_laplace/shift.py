@@ -20,26 +20,14 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
-from tu_symmetry.experiments.linearized_laplace.rows import (
-    COLORS,
-    NETWORK,
-    OPEN_CAPTION,
-    Choice,
-    cell,
-    images_line,
-    in_latex,
-    marks,
-    parse_all,
-    scores,
-    title_of,
-)
-from tu_symmetry.experiments.study import Images
+from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
+from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
 from tu_symmetry.laplace.report import LaplaceHurtsWarning
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
@@ -53,9 +41,6 @@ def rotate(x: Tensor, angle: float) -> Tensor:
 
     What comes from outside is black, the smallest value of the images. Multiples of 90 degrees move every pixel to
     another one exactly.
-
-    Raises:
-        ValueError: images that are not square.
     """
     if x.ndim != 4 or x.shape[-1] != x.shape[-2]:
         raise ValueError(f"images have shape {tuple(x.shape)}, and [n, channels, size, size] are rotated")
@@ -88,12 +73,8 @@ def measure_rotations(
         data: what the networks were trained on, with ``val_size`` images for the temperature.
         choices: ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no hyperprior.
         angles: degrees, counterclockwise.
-
-    Raises:
-        ValueError: a choice that is none, no validation images, no angle.
-        FileError: ``out`` holds parts that were made from something else.
     """
-    rows = parse_all(choices)
+    rows = paper.parse_all(choices)
     if not angles:
         raise ValueError("angles: name at least one")
     images = Images(data, device)
@@ -104,13 +85,11 @@ def measure_rotations(
     graphs: dict[str, Any] = {}
     results: dict[str, list[Any]] = {}
     keys = [NETWORK, *(choice.key for choice in rows)]
-    with Display().track("rotations", len(states) * len(keys)) as tracker:
-        for k, state in enumerate(states):
-            work = Work(networks.model, state, images, settings, "network", graphs)
-            for done, key in enumerate(keys, 1):
-                for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
-                    results.setdefault(name, []).append(row)
-                tracker.update(k * len(keys) + done, choice=key)
+    for k, state in tracked("rotations", list(enumerate(states))):
+        work = Work(networks.model, state, images, settings, "network", graphs)
+        for key in keys:
+            for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
+                results.setdefault(name, []).append(row)
     every = [row for key, runs in results.items() if key != NETWORK for row in runs]
     sizes = images.sizes | {"validation": len(held_out[0])}
     return Outcome(
@@ -132,7 +111,7 @@ def _rows(
             batches = [predict(part) for part in x.split(size)]
             found[angle] = [torch.cat(own).double() for own in zip(*batches, strict=True)]
         count = len(next(iter(found.values())))
-        return [{"by_angle": {angle: scores(p[k], y) for angle, p in found.items()}} for k in range(count)]
+        return [{"by_angle": {angle: paper.scores(p[k], y) for angle, p in found.items()}} for k in range(count)]
 
     if key == NETWORK:
         with torch.no_grad():
@@ -161,7 +140,7 @@ def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
     """Write ``report.md`` and ``rotations.png``, from the folder of :func:`measure_rotations`."""
     page, found = Report(out, recipe), Outcome.load(rotations).results
     networks = f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters"
-    page.add(images_line(networks, found))
+    page.add(paper.images_line(networks, found))
     page.figure("rotations", draw_rotations, found, alt="NLL and ECE by angle")
     page.add(*(angle_table(found, column) for column in ("nll", "ece", "accuracy")), difference_table(found))
     return page.done()
@@ -169,7 +148,7 @@ def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
 
 def _title(key: str) -> str:
     plain = key.removesuffix(CALIBRATED)
-    return title_of(plain) + (", calibrated" if plain != key else "")
+    return paper.title_of(plain) + (", calibrated" if plain != key else "")
 
 
 def angle_table(found: Found, column: str) -> Grid:
@@ -177,12 +156,12 @@ def angle_table(found: Found, column: str) -> Grid:
     scale, digits = (1, 3) if column == "nll" else (100, 1)
 
     def show(runs: Any, angle: str) -> str:
-        return f"{fmean(scale * run['by_angle'][angle][column] for run in runs):.{digits}f}{marks(runs)}"
+        return f"{fmean(scale * run['by_angle'][angle][column] for run in runs):.{digits}f}{paper.marks(runs)}"
 
     name = {"nll": "Test NLL (nats)", "ece": "Expected calibration error (%)", "accuracy": "Accuracy (%)"}[column]
     caption = (
         "means over networks; columns: degrees by which the test images are turned. calibrated: the temperature of the "
-        f"posterior chosen on validation images that are not turned. {OPEN_CAPTION}"
+        f"posterior chosen on validation images that are not turned. {paper.OPEN_CAPTION}"
     )
     angles = [f"{angle:g}" for angle in found["angles"]]
     columns: dict[str, Any] = {f"{a}°": lambda runs, a=a: show(runs, a) for a in angles}
@@ -201,7 +180,7 @@ def difference_table(found: Found) -> Grid:
             for run, own in zip(runs, rows[NETWORK], strict=True)
             if some
         ]
-        return cell(gaps, digits, sign="+") + marks(runs) if gaps else "–"
+        return paper.cell(gaps, digits, sign="+") + paper.marks(runs) if gaps else "–"
 
     columns: dict[str, Any] = {
         f"{name}\n{title}": lambda runs, column=column, some=some: show(runs, column, some)
@@ -213,7 +192,7 @@ def difference_table(found: Found) -> Grid:
     )
     caption = (
         "difference to the networks themselves, mean ± standard error over networks; negative helps. turned: mean over "
-        f"all angles but 0. {OPEN_CAPTION}"
+        f"all angles but 0. {paper.OPEN_CAPTION}"
     )
     lines = {_title(key): runs for key, runs in rows.items() if key != NETWORK}
     return table("Laplace instead of the network", lines, columns, caption)
@@ -228,10 +207,10 @@ def draw_rotations(path: Path, found: Found) -> None:
                 ax.plot(
                     angles,
                     [fmean(run["by_angle"][f"{a:g}"][column] for run in runs) for a in angles],
-                    color=plots.GRAY if key == NETWORK else COLORS[key.partition("/")[0]],
+                    color=plots.GRAY if key == NETWORK else paper.COLORS[key.partition("/")[0]],
                     marker="s" if "/single" in key else "o",
                     linestyle=(0, (2, 2)) if key.endswith(CALIBRATED) else "-",
-                    label=in_latex(_title(key)) + marks(runs),
+                    label=paper.in_latex(_title(key)) + paper.marks(runs),
                 )
             ax.set(title=name, xlabel="rotation of the test images (degrees)", xticks=angles)
             ax.set_ylim(bottom=0)

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen
 from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
@@ -83,8 +83,6 @@ class CurveDataModule(LightningDataModule):
     Args:
         train_size: training points, half on each side of the gap.
         test_size: points of the same kind, for the log-likelihood.
-        noise: standard deviation of the targets.
-        seed: the seed of the points.
     """
 
     training_task = "regression"
@@ -132,12 +130,7 @@ def compute_bands(
         choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
             ``/flat`` for no hyperprior.
         curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
-        points: the points of the grid of inputs.
         reach: the grid spans ``[-reach, reach]``.
-
-    Raises:
-        ValueError: a choice that is none.
-        FileError: ``out`` holds bands that were made from something else.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
     jobs |= {text: Choice.parse(text, ("map", "tangent_mode")) for text in choices}
@@ -171,25 +164,14 @@ def compute_bands(
             la.set_precision(job)
         return _measured(la, data, grid) | {"converged": converged}
 
-    rows: dict[str, Any] = {}
-    with Display().track("bands", len(jobs)) as tracker:
-        for number, (name, job) in enumerate(jobs.items()):
-            rows[name] = parts.take(name, band, job)
-            tracker.update(number + 1, band=name)
+    rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
     with torch.no_grad():
         error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
     weights = sum(p.numel() for name, p in model.named_parameters() if name in model.matrices)
     best = min(rows, key=lambda name: rows[name]["nll"])
     return Outcome(
-        {
-            "weights": weights,
-            "train_rmse": error,
-            "noise": data.noise,
-            "train_x": data.train.x[:, 0],
-            "train_y": data.train.y,
-            "grid": grid,
-            "rows": rows,
-        },
+        {"weights": weights, "train_rmse": error, "noise": data.noise, "grid": grid, "rows": rows}
+        | {"train_x": data.train.x[:, 0], "train_y": data.train.y},
         f"{weights} weights, training RMSE {error:.3g}; lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)",
     )
 

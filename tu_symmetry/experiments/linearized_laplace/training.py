@@ -19,28 +19,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
-from tu_symmetry.experiments.linearized_laplace.rows import (
-    COLORS,
-    OPEN_CAPTION,
-    PRIORS,
-    Choice,
-    Groups,
-    Runs,
-    Where,
-    cell,
-    in_latex,
-    marks,
-    network_scores,
-    scores,
-)
-from tu_symmetry.experiments.study import Images
+from tu_symmetry.experiments.linearized_laplace.rows import Choice, Groups, Runs, Where
+from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.function_posterior import gaussian_samples
 from tu_symmetry.metrics.functional import gaussian_wasserstein, predictive_total_variation
-from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, verdict
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
@@ -68,12 +54,8 @@ def measure_training(
         data: as the networks were trained on them, ``batch_size`` too, which says how many steps an epoch has; with
             ``val_size`` images for early stopping.
         priors: ``single`` or ``per_group``.
-
-    Raises:
-        ValueError: no validation images, no priors, networks without snapshots or with snapshots at different steps.
-        FileError: ``out`` holds parts that were made from something else.
     """
-    if not priors or set(priors) - PRIORS.keys():
+    if not priors or set(priors) - paper.PRIORS.keys():
         raise ValueError(f"priors: name single, per_group or both, got {list(priors)}")
     images = Images(data, device)
     held_out = images.held_out("early stopping goes by")
@@ -89,13 +71,10 @@ def measure_training(
     graphs: dict[str, SymmetryGraph] = {}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in networks}
     jobs = [(name, k, record) for name, store in stores.items() for k, record in enumerate(store.records)]
-    with Display().track("training", len(jobs)) as tracker:
-        for number, (name, k, record) in enumerate(jobs, 1):
-            given = (networks[name], stores[name], k, images, held_out, settings, name, graphs, priors)
-            found = kept[name].take(f"{name}-{record.chain}-{record.step}", _snapshot, *given)
-            epoch = record.step / per_epoch
-            runs[name].append({"chain": record.chain, "step": record.step, "epoch": epoch} | found)
-            tracker.update(number, network=name, epoch=f"{epoch:g}")
+    for name, k, record in tracked("training", jobs, lambda job: job[0]):
+        work = Work(networks[name].model, stores[name][k], images, settings, name, graphs)
+        found = kept[name].take(f"{name}-{record.chain}-{record.step}", _snapshot, work, held_out, priors)
+        runs[name].append({"chain": record.chain, "step": record.step, "epoch": record.step / per_epoch} | found)
     every = [run[prior] for own in runs.values() for run in own for prior in priors]
     return Outcome(
         {
@@ -109,22 +88,12 @@ def measure_training(
     )
 
 
-def _snapshot(
-    trained: Trained,
-    store: SampleStore,
-    number: int,
-    images: Images,
-    held_out: tuple[Tensor, Tensor],
-    settings: Settings,
-    name: str,
-    graphs: dict[str, SymmetryGraph],
-    priors: Sequence[Groups],
-) -> dict[str, Any]:
+def _snapshot(work: Work, held_out: tuple[Tensor, Tensor], priors: Sequence[Groups]) -> dict[str, Any]:
     """Network, posteriors and their distance, of one snapshot."""
-    work = Work(trained.model, store[number], images, settings, name, graphs)
-    found: dict[str, Any] = network_scores(work.model, images, settings.batch_size)
+    size = work.settings.batch_size
+    found: dict[str, Any] = paper.network_scores(work.model, work.images, size)
     with torch.no_grad():
-        logits = torch.cat([work.model(x) for x in held_out[0].split(settings.batch_size)])
+        logits = torch.cat([work.model(x) for x in held_out[0].split(size)])
     found["val_nll"] = float(cross_entropy(logits.double(), held_out[1]))
     return found | {prior: _distance(work, prior, held_out) for prior in priors}
 
@@ -149,8 +118,8 @@ def _distance(work: Work, prior: Groups, held_out: tuple[Tensor, Tensor]) -> dic
             "converged": result.converged,
             "iterations": result.iterations,
             "log_evidence": result.log_marginal_likelihood,
-            "nll": scores(predictives[-1], work.test.y)["nll"],
-            "val_nll": scores(torch.cat([predictive(*own) for own in val]), held_out[1])["nll"],
+            "nll": paper.scores(predictives[-1], work.test.y)["nll"],
+            "val_nll": paper.scores(torch.cat([predictive(*own) for own in val]), held_out[1])["nll"],
             "spread": float(_spread(covariance).mean()),
             "groups": groups_of(la),
         }
@@ -205,17 +174,19 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
     rows = {f"{epoch:g}" + (" (early stopping)" if epoch == stop else ""): runs for epoch, runs in epochs.items()}
 
     def number(prior: str, read: Callable[[Any], float], digits: int) -> Callable[[Runs], str]:
-        return lambda runs: cell([read(run[prior]) for run in runs], digits) + marks([run[prior] for run in runs])
+        return lambda runs: (
+            paper.cell([read(run[prior]) for run in runs], digits) + paper.marks([run[prior] for run in runs])
+        )
 
     def precisions(runs: Runs) -> str:
         values = [[g["precision"] for g in run["groups"].values()] for run in runs]
         logs = torch.tensor(values, dtype=torch.float64, device="cpu").log()
-        return " / ".join(f"{value:.3g}" for value in logs.mean(0).exp().tolist()) + marks(runs)
+        return " / ".join(f"{value:.3g}" for value in logs.mean(0).exp().tolist()) + paper.marks(runs)
 
     distances: dict[str, Any] = {}
     spreads: dict[str, Any] = {}
     for prior in priors:
-        title = PRIORS[prior]
+        title = paper.PRIORS[prior]
         distances |= {
             f"distance\n{title}": number(prior, lambda run: run["wasserstein"], 2),
             f"relative\n{title}": number(prior, lambda run: run["relative"], 2),
@@ -229,7 +200,8 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
         }
     columns = {"training": "train_nll", "validation": "val_nll", "test": "nll"}
     likelihoods: dict[str, Any] = {
-        f"network\n{what}": lambda runs, key=key: cell([run[key] for run in runs]) for what, key in columns.items()
+        f"network\n{what}": lambda runs, key=key: paper.cell([run[key] for run in runs])
+        for what, key in columns.items()
     }
     chosen: dict[str, Any] = {}
     for choice in (Choice(where, prior) for prior in priors for where in WHERE):
@@ -239,7 +211,7 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
 
         chosen[choice.title] = lambda runs, own=own: precisions(own(runs))
         likelihoods[f"{choice.title}\ntest"] = lambda runs, own=own: (
-            cell([run["nll"] for run in own(runs)]) + marks(own(runs))
+            paper.cell([run["nll"] for run in own(runs)]) + paper.marks(own(runs))
         )
     groups = next(iter(epochs.values()))[0][priors[-1]]["map"]["groups"]
     captions = {
@@ -253,7 +225,7 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
         f"{name}: likelihoods": "NLL in nats, mean ± standard error over networks",
     }
     made = zip(captions.items(), (distances, spreads, chosen, likelihoods), strict=True)
-    return [table(title, rows, own, f"{caption}. {OPEN_CAPTION}", "epoch") for (title, caption), own in made]
+    return [table(title, rows, own, f"{caption}. {paper.OPEN_CAPTION}", "epoch") for (title, caption), own in made]
 
 
 def training_claims(found: Found) -> Iterator[str]:
@@ -264,7 +236,7 @@ def training_claims(found: Found) -> Iterator[str]:
         for prior in found["priors"]:
             own = {epoch: [run[prior] for run in some] for epoch, some in epochs.items()}
             sure = [epoch for epoch, some in own.items() if all(run["converged"] for run in some)]
-            title = f"{name}, {PRIORS[prior]}"
+            title = f"{name}, {paper.PRIORS[prior]}"
             if not sure:
                 yield f"{title}: no snapshot at which all evidences had converged: **no conclusion**"
                 continue
@@ -272,7 +244,7 @@ def training_claims(found: Found) -> Iterator[str]:
             relative = [run["relative"] for run in own[last]]
             yield (
                 f"{title}: the distance does not vanish as training goes on (epoch {last:g}; more than {VANISHED:g} of "
-                f"the spread of M(θ*)): **{verdict([v - VANISHED for v in relative])}**, {cell(relative, 2)}"
+                f"the spread of M(θ*)): **{verdict([v - VANISHED for v in relative])}**, {paper.cell(relative, 2)}"
             )
             if stop not in sure or last <= stop:
                 yield f"{title}: no converged snapshots at and after early stopping: **no further conclusion**"
@@ -284,11 +256,11 @@ def training_claims(found: Found) -> Iterator[str]:
             ):
                 gaps = [b[column] - a[column] for a, b in zip(own[stop], own[last], strict=True)]
                 when, held = f"epoch {last:g} against {stop:g}", verdict(gaps)
-                yield f"{title}: {what} ({when}): **{held}**, {cell(gaps, digits, sign='+')} {unit}"
+                yield f"{title}: {what} ({when}): **{held}**, {paper.cell(gaps, digits, sign='+')} {unit}"
             gaps = [run["map"]["nll"] - run["tangent_mode"]["nll"] for run in own[stop]]
             yield (
                 f"{title}: at early stopping M(θ*) predicts better than M(θ~): **{verdict(gaps)}**, test NLL "
-                f"{cell(gaps, 3, sign='+')} nats apart"
+                f"{paper.cell(gaps, 3, sign='+')} nats apart"
             )
 
 
@@ -307,11 +279,11 @@ def draw_training(path: Path, found: Found) -> None:
             for prior in found["priors"]:
                 own = {epoch: [run[prior] for run in some] for epoch, some in epochs.items()}
                 for ax, key in zip(column, ("wasserstein", "relative"), strict=False):
-                    _curve(ax, own, key, plots.PURPLE, PRIORS[prior], **styles[prior])
+                    _curve(ax, own, key, plots.PURPLE, paper.PRIORS[prior], **styles[prior])
                 for where in WHERE:
                     there = {epoch: [run[where] for run in some] for epoch, some in own.items()}
-                    label = in_latex(Choice(where, prior).title)
-                    _curve(column[2], there, "nll", COLORS[where], label, **styles[prior])
+                    label = paper.in_latex(Choice(where, prior).title)
+                    _curve(column[2], there, "nll", paper.COLORS[where], label, **styles[prior])
             for key, label, line in (("nll", "network, test", "-"), ("val_nll", "network, validation", ":")):
                 _curve(column[2], epochs, key, plots.GRAY, label, linestyle=line)
             for ax in column:
@@ -331,5 +303,5 @@ def _curve(ax: Any, epochs: Epochs, key: str, color: str, label: str, **style: A
     values = {epoch: [run[key] for run in runs] for epoch, runs in epochs.items()}
     plots.band(ax, list(values), list(zip(*values.values(), strict=True)), color, label, **style)
     for epoch, runs in epochs.items():
-        if marks(runs):
+        if paper.marks(runs):
             ax.plot(epoch, fmean(values[epoch]), "x", color="black", markersize=8)

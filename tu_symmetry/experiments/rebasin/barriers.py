@@ -7,9 +7,8 @@ with a tuned one. The same without any permutation is the control that a matchin
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -23,8 +22,8 @@ from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.rebasin.matching import Members, read_permutations
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import FileError
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import State, mean_state
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
@@ -47,15 +46,10 @@ def measure(
 
     Args:
         data: losses are of its test set, statistics of its training set.
-        samples: folder of the networks.
         matching: folder of :func:`~tu_symmetry.experiments.rebasin.match`, whose methods are measured.
         points: evenly spaced points on each path, both ends and the middle included (an odd number).
         statistics: training images, the first ones, for re-estimated statistics and REPAIR.
         held_out: test images, the last ones, on which temperatures are tuned; the others measure losses.
-
-    Raises:
-        ValueError: an even number of points or fewer than three, no test images to measure or to tune on.
-        FileError: a matching of other networks; ``out`` holds measurements of something else.
     """
     if points < 3 or points % 2 == 0:
         raise ValueError(f"points must be odd and 3 at least (both ends and the middle), not {points}")
@@ -72,41 +66,26 @@ def measure(
         "options": [points, held_out],
     }
     parts = Parts(out / "parts", made_from)
-    total = len(members.states) + len(found["methods"]) * (len(members.pairs) + 1)
     methods: dict[str, Any] = {}
-    with Display().track("measuring", total) as tracker:
-        count = itertools.count(1)
-
-        def once(name: str, make: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-            part = parts.take(name, make, *arguments)
-            tracker.update(next(count), of=name)
-            return part
-
-        ends = [once(f"network/{k}", judge.scores, state) for k, state in enumerate(members.states)]
-        for method in found["methods"]:
-            states = members.matched(permutations[method])
-            inner = [once(f"{method}/{i}-{j}", judge.between, states[i], states[j]) for i, j in members.pairs]
-            paths = {
-                correction: [
-                    path_scores([ends[i], *part[correction], ends[j]])
-                    for (i, j), part in zip(members.pairs, inner, strict=True)
-                ]
-                for correction in CORRECTIONS
-            }
-            methods[method] = {"paths": paths, "mean": once(f"{method}/mean", judge.mean, states)}
+    ends = [parts.take(f"network/{k}", judge.scores, state) for k, state in enumerate(members.states)]
+    for method in tracked("measuring", list(found["methods"]), str):
+        states = members.matched(permutations[method])
+        inner = [parts.take(f"{method}/{i}-{j}", judge.between, states[i], states[j]) for i, j in members.pairs]
+        paths = {
+            correction: [
+                path_scores([ends[i], *part[correction], ends[j]])
+                for (i, j), part in zip(members.pairs, inner, strict=True)
+            ]
+            for correction in CORRECTIONS
+        }
+        methods[method] = {"paths": paths, "mean": parts.take(f"{method}/mean", judge.mean, states)}
 
     def mean_barrier(method: str, correction: str) -> str:
         return f"{fmean(path['barrier'] for path in methods[method]['paths'][correction]):.2f}"
 
     shown = (f"{name} {mean_barrier(name, 'none')} → {mean_barrier(name, 'batchnorm')}" for name in methods)
     return Outcome(
-        {
-            "members": ends,
-            "pairs": members.pairs,
-            "ratios": judge.ratios,
-            "methods": methods,
-            "matching": found,
-        },
+        {"members": ends, "pairs": members.pairs, "ratios": judge.ratios, "methods": methods, "matching": found},
         f"barrier, no correction → statistics re-estimated: {', '.join(shown)}",
     )
 

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import Similarity
@@ -18,10 +18,9 @@ from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.study import Study
+from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert, transposition_count
@@ -32,12 +31,7 @@ PERMUTATIONS = "permutations.safetensors"
 
 
 class Members(Study):
-    """Independently trained networks of one architecture, from a sample store, on one device.
-
-    Raises:
-        SampleFileError: no store, or networks of another architecture.
-        ValueError: fewer than two networks.
-    """
+    """Independently trained networks of one architecture, from a sample store, on one device."""
 
     def __init__(self, model: nn.Module, data: ImageDataModule, samples: Path, device: str) -> None:
         super().__init__(model, data, device)
@@ -49,11 +43,7 @@ class Members(Study):
         self.pairs = list(itertools.combinations(range(len(self.states)), 2))
 
     def first_images(self, count: int, batch_size: int = 1000) -> Batches:
-        """The first images of the training set.
-
-        Raises:
-            ValueError: there are not so many.
-        """
+        """The first images of the training set."""
         if not 1 <= count <= len(self.train.x):
             raise ValueError(f"{count} training images are asked for, but there are {len(self.train.x)}")
         return Batches(self.train.x[:count], self.train.y[:count], batch_size)
@@ -81,17 +71,9 @@ def match(
 
     Args:
         out: gets ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices; what is found is kept at once.
-        samples: folder of the networks.
         methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
             ``universe`` matches all of them at once.
         images: training images, the first ones, for activation and straight-through matching.
-        similarity: the similarity of activations.
-        batch_size: the batch size of straight-through matching.
-        epochs: the number of epochs of straight-through matching.
-        learning_rate: the learning rate of straight-through matching.
-
-    Raises:
-        FileError: ``out`` holds permutations of other networks or options.
     """
     members = Members(model, data, samples, device)
     graph, states = members.graph, members.states
@@ -115,24 +97,22 @@ def match(
         ).permutation
 
     permutations: dict[str, list[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
-    with Display().track("matching", len(methods)) as tracker:
-        for done, method in enumerate(methods, 1):
-            if method == "straight_through":  # which takes long for each network
-                found = [identity_permutation(graph)]
-                found += [parts.take(f"{method}/{k}", straight_through, k) for k in range(1, len(states))]
-            else:
-                found = parts.take(method, aligned, method)["found"]
-            permutations[method] = [{name: torch.as_tensor(q, device="cpu") for name, q in p.items()} for p in found]
-            tracker.update(done, method=method)
+    for method in tracked("matching", methods, str):
+        if method == "straight_through":  # which takes long for each network
+            found = [identity_permutation(graph)]
+            found += [parts.take(f"{method}/{k}", straight_through, k) for k in range(1, len(states))]
+        else:
+            found = parts.take(method, aligned, method)["found"]
+        permutations[method] = [{name: torch.as_tensor(q, device="cpu") for name, q in p.items()} for p in found]
     results: dict[str, dict[str, Any]] = {}
-    tensors = {}
-    for method, own in permutations.items():
+    tensors: dict[str, Tensor] = {}
+    for name, own in permutations.items():
         moved = members.matched(own)
-        results[method] = {
+        results[name] = {
             "transpositions": [transposition_count(compose(invert(own[0]), p)) for p in own],
             "distances": [weight_distance(graph, moved[i], moved[j]) for i, j in members.pairs],
         }
-        tensors |= {f"{method}/{k}/{group}": indices for k, p in enumerate(own) for group, indices in p.items()}
+        tensors |= {f"{name}/{k}/{group}": indices for k, p in enumerate(own) for group, indices in p.items()}
     write_safetensors(out / PERMUTATIONS, tensors)
     mean = (f"{name} {fmean(own['distances']):.2f}" for name, own in results.items())
     return Outcome(

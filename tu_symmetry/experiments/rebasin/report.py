@@ -39,9 +39,6 @@ def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide:
             :func:`~tu_symmetry.experiments.rebasin.measure`.
         narrow: the kind that the claim about widths starts from.
         wide: the kind that is wider.
-
-    Raises:
-        ConfigError: a claim that has no answer here, or a width that is no kind of network.
     """
     page = Report(out, recipe)
     found = {title: Outcome.load(folder).results for title, folder in networks.items()}

@@ -18,8 +18,8 @@ from torch.func import functional_call, vmap
 from torch_uncertainty.metrics import FPR95, BrierScore, CalibrationError
 from torchmetrics.functional.classification import binary_average_precision
 
-from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import accuracy, chosen_device
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.metrics import FunctionalDiversity, MarginalHomogeneity
 from tu_symmetry.metrics.functional import (
     Removal,
@@ -53,8 +53,6 @@ def collect(
     Args:
         folder: folder of the data set, see :func:`~tu_symmetry.posterior.published.list_checkpoints`.
         source: the data set, or a local copy of it.
-        start: number of the first network.
-        count: number of networks; all that follow by default.
         prefix: what stands before the names in the files.
     """
     with Display().track("checkpoints", count or 1) as tracker:
@@ -104,10 +102,6 @@ def evaluate(
         num_samples: networks of each posterior.
         diversity_networks: networks of the reference whose pairs are measured.
         resamples: bootstrap replicates of every interval.
-
-    Raises:
-        ValueError: no OOD set, a posterior of one network, members that have diverged, fewer networks than asked for.
-        SampleFileError: a store of another architecture, or damaged.
     """
     if not ood:
         raise ValueError("there is no out-of-distribution set: name at least one under ood")
@@ -120,8 +114,8 @@ def evaluate(
     for folders in [*(posterior for posteriors in rows.values() for posterior in posteriors), *extra.values()]:
         _networks(folders, num_samples, like)  # what is wrong with one is said before anything is computed
     references, _ = _networks([reference], None, like)
-    test = _test_set(data)
-    others = {name: _ood_set(module, name) for name, module in ood.items()}
+    test = _test_set(data, 0)
+    others = {name: _test_set(module, 1)[0] for name, module in ood.items()}
     trusted = None if predictive is None else _trusted(predictive, len(test[0]))
     on = chosen_device(device)
     model = model.eval()
@@ -137,23 +131,21 @@ def evaluate(
     found: dict[str, Any] = {row: [] for row in rows}
     shown = {"reference": _marginal(graph, references, on)}
     jobs = [(row, folders) for row, posteriors in rows.items() for folders in posteriors]
-    with Display().track("evaluating", len(jobs)) as tracker:
-        for done, (row, folders) in enumerate(jobs, 1):
-            states, numbers = _networks(folders, num_samples, like)
-            runs = numbers if row.startswith(MULTI) else None
-            entry = quality(graph, states, forms, compared, runs, resamples, zlib.crc32(f"{seed}/{row}".encode()), on)
-            probs = _probabilities(model, states, test[0], on).cpu()
-            outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
-            entry |= {k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()}
-            if trusted is not None:
-                entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
-                entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
-            entry["homogeneity"] = homogeneity(graph, states, seed)
-            if not found[row]:
-                shown[row] = _marginal(graph, states, on)
-            found[row].append(entry)
-            tracker.update(done, row=row)
-            del states  # before the next are read
+    for row, folders in tracked("evaluating", jobs, lambda job: job[0]):
+        states, numbers = _networks(folders, num_samples, like)
+        runs = numbers if row.startswith(MULTI) else None
+        entry = quality(graph, states, forms, compared, runs, resamples, zlib.crc32(f"{seed}/{row}".encode()), on)
+        probs = _probabilities(model, states, test[0], on).cpu()
+        outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
+        entry |= {k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()}
+        if trusted is not None:
+            entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
+            entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
+        entry["homogeneity"] = homogeneity(graph, states, seed)
+        if not found[row]:
+            shown[row] = _marginal(graph, states, on)
+        found[row].append(entry)
+        del states  # before the next are read
     marginals = {n: homogeneity(graph, _networks(own, num_samples, like)[0], seed) for n, own in extra.items()}
     marginals["reference"] = homogeneity(graph, references, seed)
     diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed, on)
@@ -255,10 +247,7 @@ def scores(
 
     Args:
         probs: ``(S, B, C)`` of all networks on test points.
-        targets: classes ``(B,)``.
         ood: name of each OOD set to ``(S, B', C)``.
-        resamples: number of bootstrap replicates.
-        seed: seed of the replicates.
     """
     mean = probs.mean(0)
     means = {name: p.mean(0) for name, p in ood.items()}
@@ -356,32 +345,15 @@ def _probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, de
     return torch.cat([member_probabilities(model, part, x) for part in _parts(states, device)])
 
 
-def _test_set(data: LightningDataModule) -> tuple[Tensor, Tensor]:
-    if isinstance(data, ImageDataModule):
-        data.prepare_data()
-        return data.test.x, data.test.y
-    return _whole(_test_loaders(data)[0])
-
-
-def _ood_set(data: LightningDataModule, name: str) -> Tensor:
-    if isinstance(data, ImageDataModule):
-        data.prepare_data()
-        return data.ood.x
-    loaders = _test_loaders(data)
-    if len(loaders) < 2:
-        raise ValueError(f"the data module of ood set {name!r} has no out-of-distribution loader: set eval_ood: true")
-    return _whole(loaders[1])[0]
-
-
-def _test_loaders(data: LightningDataModule) -> list[Any]:
+def _test_set(data: LightningDataModule, number: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a test loader: the test set is the first one, the out-of-distribution set the second."""
     data.prepare_data()
     data.setup("test")
     loaders: Any = data.test_dataloader()
-    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
-
-
-def _whole(loader: Any) -> tuple[Tensor, Tensor]:
-    batches = [(batch[0], batch[1]) for batch in loader]
+    loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+    if number >= len(loaders):
+        raise ValueError("a data module under ood has no out-of-distribution loader: set eval_ood: true")
+    batches = [(batch[0], batch[1]) for batch in loaders[number]]
     return torch.cat([x for x, _ in batches]), torch.cat([torch.as_tensor(y, device="cpu") for _, y in batches])
 
 
