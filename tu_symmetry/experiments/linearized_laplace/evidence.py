@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
@@ -25,10 +25,10 @@ from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
 from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.files import digest_folder
 from tu_symmetry.laplace.determinants import Hyperprior
-from tu_symmetry.laplace.groups import Prior, prior_groups
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning, UnevenEvidenceWarning
-from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
@@ -99,77 +99,88 @@ class Trained:
 
 
 class Work:
-    """One network, which is put into its architecture, and differentiated, when the first row asks for it.
+    """All rows of one network, which is put into its architecture when the first row asks for it.
 
-    ``graphs`` keeps the symmetries of each architecture by its name.
+    Args:
+        trained: the architecture.
+        state: the network.
+        images: the data.
+        settings: how the evidence is optimized.
+        graphs: the symmetries of each architecture that was seen, by its text.
+        place: path and begin of the names of files about the network.
     """
 
     def __init__(
-        self,
-        architecture: nn.Module,
-        state: State,
-        images: Images,
-        settings: Settings,
-        name: str,
-        graphs: dict[str, SymmetryGraph],
+        self, trained: Trained, state: State, images: Images, settings: Settings, graphs: dict[str, Any], place: Path
     ) -> None:
-        self.architecture, self.state, self.images, self.settings = architecture, state, images, settings
-        self.name, self.graphs = name, graphs
+        self.trained, self.state, self.images, self.settings = trained, state, images, settings
+        self.graphs, self.place = graphs, place
         size = settings.batch_size
         self.train = Batches(images.train.x, images.train.y, size)
         self.test = Batches(images.test.x, images.test.y, size)
+        self._fitted: dict[str, FittedLaplace] = {}
 
     @cached_property
     def model(self) -> nn.Module:
         """The network."""
-        model = self.architecture.to(self.images.device).eval()
+        model = self.trained.model.to(self.images.device).eval()
         model.load_state_dict(self.state)
         return model
 
-    @cached_property
-    def groups(self) -> dict[str, list[str]]:
-        """The parameters of each prior group."""
-        if self.name not in self.graphs:
-            self.graphs[self.name] = discover_symmetries(self.model, self.images.train.x[:2])
-        normalizations = self.graphs[self.name].normalizations
-        # without normalization there are no groups of Recommendation 2; the paper has numbers for FixUp all the same
-        prior: Prior = "per_group" if any(g.members for g in normalizations) else "per_layer"
-        slots = TangentModel(self.model, matrices(self.model)).slots
-        partition = prior_groups(slots, prior, normalizations=normalizations)
-        groups: dict[str, list[str]] = {}
-        for name, number in partition.of.items():
-            groups.setdefault(partition.names[int(number)], []).append(name)
-        return groups
+    @property
+    def graph(self) -> SymmetryGraph:
+        """The architecture's symmetries."""
+        key = repr(self.model)
+        if key not in self.graphs:
+            self.graphs[key] = discover_symmetries(self.model, self.images.train.x[:2])
+        found: SymmetryGraph = self.graphs[key]
+        return found
 
-    def approximate(self, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult]:
-        """A fitted approximation with the precisions of one choice, and how their search ended."""
-        la = LinearizedLaplace(
-            self.model,
-            evaluate_at="map" if choice.where == "map" else "tangent_mode",
-            prior=choice.prior,
-            groups=self.groups if choice.prior == "per_group" else None,
-            parameters=[name for names in self.groups.values() for name in names],
-        )
-        la.fit(self.train)
-        return la, chosen(la, choice, self.settings)
+    def start(self, choice: Choice) -> LinearizedLaplace:
+        """A Laplace approximation at its initial precisions; each prior's curvature is fitted once."""
+        if choice.prior not in self._fitted:
+            prior: Prior = choice.prior
+            # without normalization there are no such groups; the paper has numbers for FixUp all the same
+            if prior == "per_group" and not any(g.members for g in self.graph.normalizations):
+                prior = "per_layer"
+            la = LinearizedLaplace(self.model, graph=self.graph, prior=prior, parameters=matrices(self.model))
+            self._fitted[choice.prior] = la.fit(self.train).fitted
+        fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
+        return LinearizedLaplace.from_fitted(fitted, self.train)
+
+    def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult, float]:
+        """Precisions and weights by the evidence; how far a last refresh of the curvature moved a log precision."""
+        la = self.start(choice)
+        return la, chosen(la, choice, self.settings), 0.0
 
     def row(self, key: str) -> dict[str, Any]:
-        """What the table says of one choice, or of the network itself."""
+        """What a table says of one choice, or of the network itself."""
         if key == NETWORK:
             return paper.network_scores(self.model, self.images, self.settings.batch_size)
-        la, result = self.approximate(Choice.parse(key))
-        p = torch.cat([la.predictive(x, num_samples=self.settings.num_samples) for x, _ in self.test])
-        return paper.scores(p.double(), self.test.y) | {
+        la, result, moved = self.optimize(Choice.parse(key))
+
+        def probabilities(x: Tensor) -> Tensor:
+            parts = x.split(self.settings.batch_size)
+            return torch.cat([la.predictive(part, num_samples=self.settings.num_samples) for part in parts]).double()
+
+        other = None if self.images.other is None else probabilities(self.images.other)
+        groups = la.report()
+        facts = {g.name: {"center": g.center, "squared_norm": g.squared_norm} for g in groups}
+        return paper.scores(probabilities(self.test.x), self.test.y, other) | {
             "log_evidence": result.log_marginal_likelihood,
             "iterations": result.iterations,
+            "change": result.change,
             "gradient_norm": result.gradient_norm,
             "converged": result.converged,
-            "pruned": sum(g.pruned for g in la.report()),
-            "groups": groups_of(la),
+            "moved": moved,
+            "settled": moved <= self.settings.tolerance,
+            "gamma": sum(g.gamma for g in groups),
+            "pruned": sum(g.pruned for g in groups),
+            "groups": {name: own | facts[name] for name, own in groups_of(la).items()},
         }
 
 
-def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings, progress: Any = None) -> EvidenceResult:
+def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings) -> EvidenceResult:
     """Have the evidence choose precisions; what its warnings would say stands in the tables."""
     with warnings.catch_warnings():
         for kind in (PrunedGroupWarning, UnevenEvidenceWarning, NotConvergedWarning):
@@ -179,7 +190,6 @@ def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings, progress: 
             tolerance=settings.tolerance,
             mode_tolerance=settings.mode_tolerance,
             max_iterations=settings.max_iterations,
-            progress=progress,
         )
 
 
@@ -204,27 +214,39 @@ def optimize_evidence(
         choices: rows of the table, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no
             hyperprior.
     """
-    rows = paper.parse_all(choices)
-    images = Images(data, device)
-    digest = images.digest()
-    states = {name: list(found.store()) for name, found in networks.items()}
-    kept = {name: found.parts(out, asdict(settings), digest, name) for name, found in networks.items()}
-    graphs: dict[str, SymmetryGraph] = {}
-    results: dict[str, dict[str, list[Any]]] = {}
-    keys = [NETWORK, *(choice.key for choice in rows)]
-    jobs = [(k, name) for k in range(max(map(len, states.values()))) for name in networks if k < len(states[name])]
-    for k, name in tracked("evidence", jobs, lambda job: job[1]):
-        work = Work(networks[name].model, states[name][k], images, settings, name, graphs)
-        for key in keys:
-            row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
-            results.setdefault(key, {}).setdefault(name, []).append(row)
+    results, sizes = all_rows(Work, out, networks, data, settings, paper.parse_all(choices), device)
     itself = results.pop(NETWORK)
     every = [row for by_name in results.values() for found in by_name.values() for row in found]
     parameters = {name: trained.size for name, trained in networks.items()}
     return Outcome(
-        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.sizes},
+        {"networks": itself, "rows": results, "parameters": parameters, "sizes": sizes},
         f"{len(every)} evidences, {sum(not row['converged'] for row in every)} of them not converged to the tolerances",
     )
+
+
+def all_rows(
+    kind: type[Work],
+    out: Path,
+    networks: dict[str, Trained],
+    data: ImageDataModule,
+    settings: Settings,
+    choices: Sequence[Choice],
+    device: str,
+) -> tuple[dict[str, dict[str, list[Any]]], dict[str, int]]:
+    """Choice to name to the row of each network, kept in ``out/parts`` one by one; and the numbers of images."""
+    images = Images(data, device)
+    digest = images.digest()
+    states = {name: list(found.store()) for name, found in networks.items()}
+    kept = {name: found.parts(out, asdict(settings), digest, name) for name, found in networks.items()}
+    graphs: dict[str, Any] = {}
+    results: dict[str, dict[str, list[Any]]] = {}
+    jobs = [(k, name) for k in range(max(map(len, states.values()))) for name in networks if k < len(states[name])]
+    for k, name in tracked("evidence", jobs, lambda job: job[1]):
+        work = kind(networks[name], states[name][k], images, settings, graphs, out / "parts" / f"{name}-{k}")
+        for key in (NETWORK, *(choice.key for choice in choices)):
+            row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
+            results.setdefault(key, {}).setdefault(name, []).append(row)
+    return results, images.sizes
 
 
 def report_architectures(out: Path, recipe: str, evidence: dict[str, Path]) -> Outcome:

@@ -6,9 +6,8 @@ The paper's two rows for theta* are read as follows: "simple" has the curvature 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -17,26 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace import rows as paper
-from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen, groups_of
-from tu_symmetry.experiments.linearized_laplace.networks import matrices
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, all_rows, chosen
 from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice, Runs, Where
-from tu_symmetry.experiments.study import Images
-from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
-from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating, jacobians
-from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, mean_and_error
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.outcome import Outcome, Parts
+from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import Found, Report, table
 
 CHOICES = (
@@ -62,20 +53,12 @@ class StoredJacobian(TangentModel):
         tangent: the network and its chosen parameters.
         data: the data set ``(inputs, targets)``, in the batches of the passes to come.
         chunk: samples differentiated at once.
-        shown: called with the number of samples done.
     """
 
-    def __init__(
-        self,
-        tangent: TangentModel,
-        data: Iterable[Any],
-        chunk: int = 50,
-        shown: Callable[[int], None] = lambda done: None,
-    ) -> None:
+    def __init__(self, tangent: TangentModel, data: Iterable[Any], chunk: int = 50) -> None:
         super().__init__(tangent.model, tangent.names, class_axis=tangent.class_axis)
         self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._kept: list[Tensor] = []  # while they live, nothing else has their places in memory
-        done = 0
         for inputs, _ in data:
             with evaluating(tangent.model):
                 outputs = self.outputs(inputs)
@@ -83,8 +66,6 @@ class StoredJacobian(TangentModel):
                 for start in range(0, len(inputs), chunk):
                     part = inputs[start : start + chunk]
                     found[start : start + chunk] = jacobians(self, part, outputs.shape[1:])
-                    done += len(part)
-                    shown(done)
             self._stored[self._key(inputs)] = outputs, found
             self._kept.append(inputs)
 
@@ -145,36 +126,20 @@ def optimize_kronecker_evidence(
     """Choose precisions in every way for every network: quality of the predictive, precisions, effective dimensions.
 
     Args:
-        out: every row is kept in its ``network-K`` at once; cut and called again, the others follow.
+        out: every row is kept in its ``parts`` at once; cut and called again, the others follow.
         data: the data that the networks were trained on, without augmentation.
         choices: rows of the table, ``tangent_mode``, ``map`` or ``full``, ``/single`` or ``/per_group``, and ``/flat``
             for no hyperprior; a ``full`` one comes after the ``tangent_mode`` one that it starts from.
     """
     rows = read_choices(choices, settings.refreshes)
-    images = Images(data, device)
-    states = list(SampleStore.open(networks, like=model.state_dict()))
-    made_from = [asdict(settings), images.digest(), repr(model), digest_folder(networks)]
-    model = model.to(images.device).eval()
-    results: dict[str, list[Any]] = {key: [] for key in (NETWORK, *(choice.key for choice in rows))}
-    graph: SymmetryGraph | None = None
-    with Display().track("evidence", len(states) * len(results)) as tracker:
-        for number, state in enumerate(states):
-            model.load_state_dict(state)
-            graph = graph or discover_symmetries(model, images.train.x[:2])
-            parts = Parts(out / f"network-{number}", [*made_from, number])
-            before = number * len(results)
-            work = Work(model, graph, images, settings, parts.folder)
-            results[NETWORK].append(parts.take(NETWORK, paper.network_scores, model, images, settings.batch_size))
-            for done, choice in enumerate(rows, 1):
-                work.shown = partial(tracker.update, before + done, choice=choice.key)
-                results[choice.key].append(parts.take(choice.key, work.row, choice))
-                tracker.update(before + done + 1, choice=choice.key)
+    trained = Trained(model, networks)
+    found, sizes = all_rows(KroneckerWork, out, {"network": trained}, data, settings, rows, device)
+    results = {key: by_name["network"] for key, by_name in found.items()}
     itself = results.pop(NETWORK)
-    open_ends = sum(not row["converged"] for found in results.values() for row in found)
-    parameters = sum(p.numel() for p in model.parameters())
+    every = [row for runs in results.values() for row in runs]
     return Outcome(
-        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.sizes},
-        f"{len(states) * len(rows)} evidences, {open_ends} of them not converged to the tolerances",
+        {"networks": itself, "rows": results, "parameters": trained.size, "sizes": sizes},
+        f"{len(every)} evidences, {sum(not row['converged'] for row in every)} of them not converged to the tolerances",
     )
 
 
@@ -208,89 +173,41 @@ class OutputsAt(Categorical):
         return super().hessian_root(self.logits[rows], targets)
 
 
-class Work:
-    """All choices for one network; curvatures and the Jacobian are kept between them.
+class KroneckerWork(Work):
+    """All rows of one network, with those that take the curvature anew; the Jacobian is kept between them."""
 
-    ``folder`` gets ``theta*`` and the precisions of each choice; ``shown`` is called with figures of work in progress.
-    """
+    settings: KroneckerSettings
+    _tangent: TangentModel | None = None
 
-    def __init__(
-        self, model: nn.Module, graph: SymmetryGraph, images: Images, settings: KroneckerSettings, folder: Path
-    ) -> None:
-        self.model, self.graph, self.images, self.settings, self.folder = model, graph, images, settings, folder
-        self.train = Batches(images.train.x, images.train.y, settings.batch_size)
-        self.shown: Callable[..., None] = lambda **info: None
-        self._fitted: dict[str, FittedLaplace] = {}
-        self._tangent: TangentModel | None = None
+    def start(self, choice: Choice) -> LinearizedLaplace:
+        """A Laplace approximation at its initial precisions."""
+        la = super().start(choice)
+        if choice.where == "map" or not self.settings.stored_jacobian:
+            return la
+        if self._tangent is None:
+            self._tangent = StoredJacobian(la.fitted.tangent, self.train)
+        return LinearizedLaplace.from_fitted(la.fitted.with_tangent(self._tangent), self.train)
 
-    def row(self, choice: Choice) -> dict[str, Any]:
-        """What the table says of one choice."""
-        la, found = self.optimize(choice)
-
-        def probabilities(x: Tensor) -> Tensor:
-            parts = x.split(self.settings.batch_size)
-            return torch.cat([la.predictive(part, num_samples=self.settings.num_samples) for part in parts]).double()
-
-        other = None if self.images.other is None else probabilities(self.images.other)
-        return found | paper.scores(probabilities(self.images.test.x), self.images.test.y, other)
-
-    def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, dict[str, Any]]:
-        """Precisions and weights by the evidence, and what the table says of them."""
-        la, moved = self.start(choice), 0.0
+    def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult, float]:
+        """Precisions and weights by the evidence, which are kept for choices that start from them."""
+        moved = 0.0
         if choice.where == "full":
-            la = self.resumed(la, choice._replace(where="tangent_mode"))
+            la = self.resumed(self.start(choice), choice._replace(where="tangent_mode"))
             for _ in range(self.settings.refreshes):
                 before = la.log_precision
                 la = self.retaken(la)
-                result = chosen(la, choice, self.settings, self._progress)
+                result = chosen(la, choice, self.settings)
                 moved = float((la.log_precision - before).abs().max())
                 if moved <= self.settings.tolerance:
                     break
         else:
-            result = chosen(la, choice, self.settings, self._progress)
-        self.folder.mkdir(parents=True, exist_ok=True)
+            la, result, _ = super().optimize(choice)
+        self.place.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
-        groups = la.report()
-        facts = {g.name: {"center": g.center, "squared_norm": g.squared_norm} for g in groups}
-        return la, {
-            "log_evidence": result.log_marginal_likelihood,
-            "iterations": result.iterations,
-            "change": result.change,
-            "gradient_norm": result.gradient_norm,
-            "converged": result.converged,
-            "moved": moved,
-            "settled": moved <= self.settings.tolerance,
-            "gamma": sum(g.gamma for g in groups),
-            "pruned": sum(g.pruned for g in groups),
-            "groups": {name: own | facts[name] for name, own in groups_of(la).items()},
-        }
+        return la, result, moved
 
     def _file(self, choice: Choice) -> Path:
-        return self.folder / f"{choice.key.replace('/', '-')}.safetensors"
-
-    def _progress(self, info: Mapping[str, Any]) -> None:
-        what = "gradient_norm" if "gradient_norm" in info else "change" if "change" in info else "samples"
-        self.shown(**{what: float(info[what])})
-
-    def start(self, choice: Choice) -> LinearizedLaplace:
-        """A Laplace approximation at its initial precisions; each prior's curvature is fitted once.
-
-        A network without normalization has no groups of Recommendation 2: several precisions are one for each layer.
-        """
-        if choice.prior not in self._fitted:
-            prior: Prior = choice.prior
-            if prior == "per_group" and not any(g.members for g in self.graph.normalizations):
-                prior = "per_layer"
-            la = LinearizedLaplace(self.model, graph=self.graph, prior=prior, parameters=matrices(self.model))
-            self._fitted[choice.prior] = la.fit(self.train, progress=self._progress).fitted
-        fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
-        if choice.where != "map" and self.settings.stored_jacobian:
-            if self._tangent is None:
-                self._tangent = StoredJacobian(
-                    fitted.tangent, self.train, shown=lambda samples: self._progress({"samples": samples})
-                )
-            fitted = fitted.with_tangent(self._tangent)
-        return LinearizedLaplace.from_fitted(fitted, self.train)
+        return self.place.with_name(f"{self.place.name}-{choice.key.replace('/', '-')}.safetensors")
 
     def resumed(self, la: LinearizedLaplace, earlier: Choice) -> LinearizedLaplace:
         """The same curvature with the precisions and weights of another choice."""
@@ -310,7 +227,6 @@ class Work:
             fitted.groups,
             fitted.options,
             whole=fitted.curvature.whole,
-            progress=self._progress,
         )
         return LinearizedLaplace.from_fitted(fitted.with_curvature(blocks, summary), self.train)
 

@@ -86,7 +86,7 @@ def measure_rotations(
     results: dict[str, list[Any]] = {}
     keys = [NETWORK, *(choice.key for choice in rows)]
     for k, state in tracked("rotations", list(enumerate(states))):
-        work = Work(networks.model, state, images, settings, "network", graphs)
+        work = Work(networks, state, images, settings, graphs, out)
         for key in keys:
             for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
                 results.setdefault(name, []).append(row)
@@ -117,7 +117,7 @@ def _rows(
         with torch.no_grad():
             (itself,) = at_angles(lambda x: [work.model(x).softmax(-1)])
         return {NETWORK: itself | {"converged": True}}
-    la, result = work.approximate(Choice.parse(key))
+    la, result, _ = work.optimize(Choice.parse(key))
     facts = {"converged": result.converged, "groups": groups_of(la)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it

@@ -27,7 +27,6 @@ from tu_symmetry.laplace.function_posterior import gaussian_samples
 from tu_symmetry.metrics.functional import gaussian_wasserstein, predictive_total_variation
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, verdict
-from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
@@ -68,11 +67,11 @@ def measure_training(
             raise ValueError(f"{name}: its networks have snapshots at different steps, or none: {by_chain}")
     made_from = [asdict(settings), images.digest(), digest_tensors(*held_out), per_epoch]
     kept = {name: own.parts(out, *made_from, name) for name, own in networks.items()}
-    graphs: dict[str, SymmetryGraph] = {}
+    graphs: dict[str, Any] = {}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in networks}
     jobs = [(name, k, record) for name, store in stores.items() for k, record in enumerate(store.records)]
     for name, k, record in tracked("training", jobs, lambda job: job[0]):
-        work = Work(networks[name].model, stores[name][k], images, settings, name, graphs)
+        work = Work(networks[name], stores[name][k], images, settings, graphs, out)
         found = kept[name].take(f"{name}-{record.chain}-{record.step}", _snapshot, work, held_out, priors)
         runs[name].append({"chain": record.chain, "step": record.step, "epoch": record.step / per_epoch} | found)
     every = [run[prior] for own in runs.values() for run in own for prior in priors]
@@ -100,7 +99,7 @@ def _snapshot(work: Work, held_out: tuple[Tensor, Tensor], priors: Sequence[Grou
 
 def _distance(work: Work, prior: Groups, held_out: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """The two posteriors for one kind of prior."""
-    pairs = [work.approximate(Choice(where, prior)) for where in WHERE]
+    pairs = [work.optimize(Choice(where, prior))[:2] for where in WHERE]
     facts: dict[str, Any] = {"converged": all(result.converged for _, result in pairs)}
     covariances: list[Tensor] = []
     predictives: list[Tensor] = []
