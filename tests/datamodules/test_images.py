@@ -97,18 +97,12 @@ def test_digits_are_stratified_and_always_the_same() -> None:
     assert torch.equal(module.train.x, again.train.x) and torch.equal(module.test.y, again.test.y)
     with pytest.raises(DataFileError, match="train_size is 2000, but there are 1437 images"):
         DigitsDataModule(train_size=2000).setup()
+    assert module.val is module.test  # as TorchUncertainty's data modules do
+    split = DigitsDataModule(train_size=1000, val_size=437)
+    assert torch.equal(torch.cat([split.train.x, split.val.x]), module.train.x)
     normalized = DigitsDataModule(normalize=True)
     normalized.setup("fit")
     assert abs(float(normalized.train.x.mean())) < 1e-3 and abs(float(normalized.train.x.std()) - 1) < 1e-3
-
-
-def test_training_validation_and_test_do_not_overlap() -> None:
-    module = DigitsDataModule(train_size=1000, val_size=437)
-    module.setup()
-    whole = DigitsDataModule()
-    whole.setup()
-    assert torch.equal(torch.cat([module.train.x, module.val.x]), whole.train.x)
-    assert whole.val is whole.test  # as TorchUncertainty's data modules do
 
 
 def test_ood_digits_keep_the_histogram_of_every_image() -> None:

@@ -10,7 +10,6 @@ import torch
 from recipe_runs import commands_of, plant_images, run_table
 from torch.func import functional_call
 
-from tu_symmetry.configs import resolve
 from tu_symmetry.datamodules import CIFARDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace import CNN, KroneckerSettings, Trained, optimize_kronecker_evidence
@@ -23,7 +22,6 @@ from tu_symmetry.files import FileError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -91,24 +89,6 @@ def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) ->
     assert routine["lr_scheduler"]["init_args"]["total_steps"] == fit["trainer"]["max_epochs"] * batches
 
 
-@pytest.mark.slow
-def test_the_large_recipes_network_is_a_resnet_50_for_small_images() -> None:
-    from jsonargparse import ArgumentParser
-
-    given = commands_of(RECIPES / "table2-resnet50")["evidence"].content["command"]["init_args"]["model"]
-    parser = ArgumentParser()
-    parser.add_argument("--model", type=torch.nn.Module)
-    model = parser.instantiate(parser.parse_object({"model": given})).model.eval()
-    assert sum(p.numel() for p in model.parameters()) == 23_520_842  # the paper's 23 million
-    x = torch.randn(2, 3, 32, 32)
-    assert model(x).shape == (2, 10)
-    graph = discover_symmetries(model, x)
-    la = LinearizedLaplace(model, graph=graph, parameters=matrices(model))
-    groups = la.group([(x, torch.tensor([0, 1]))])
-    assert len(groups) == 54  # one for each of 53 normalized convolutions, one for the last layer
-    assert resolve(given["class_path"])
-
-
 def test_a_full_choice_needs_a_start_and_a_curvature() -> None:
     """``refreshes: 0`` takes no curvature at theta*: a full choice would have no result at all."""
     with pytest.raises(ValueError, match="'full/single' starts from 'tangent_mode/single'"):
@@ -168,25 +148,6 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     torch.testing.assert_close(vectors @ torch.diag(values) @ vectors.mT, expected, rtol=1e-3, atol=1e-4)
     q = outputs.detach().softmax(-1)
     assert (torch.diag(q.sum(0)) - q.T @ q - expected).abs().max() > 1e-2  # not the network's own
-
-
-@pytest.mark.slow
-def test_products_that_keep_no_jacobian_give_the_same_table(
-    root: Path, table: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    found = optimize_kronecker_evidence(
-        tmp_path,
-        ResNet(**MODEL),
-        table[0] / "networks" / "samples",
-        data(root),
-        KroneckerSettings(16, tolerance=0.1, mode_tolerance=5.0, max_iterations=3, refreshes=1, num_samples=20),
-        ["tangent_mode/single", "tangent_mode/per_group"],
-        device="cpu",
-    )
-    for key, rows in found.results["rows"].items():
-        for a, b in zip(table[1]["evidence"]["rows"][key], rows, strict=True):
-            assert a["gamma"] == pytest.approx(b["gamma"], rel=1e-3), key
-            assert a["nll"] == pytest.approx(b["nll"], rel=1e-3), key
 
 
 def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:

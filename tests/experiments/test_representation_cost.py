@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from recipe_runs import RECIPES, commands_of, run_table, shortened
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tu_symmetry.experiments.representation_cost import ConvNet
 from tu_symmetry.experiments.symmetry_toy import (
     FORMS,
     Perceptron,
@@ -72,16 +70,6 @@ def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str
         if name.startswith("strong"):
             tiny.append(f"{name}.optimizer.weight_decay=0.05")
     return (folder, out, tiny, *run_table(folder, out, tiny))
-
-
-def test_the_toy_recipe_is_the_papers_protocol() -> None:
-    commands = commands_of(TOY)
-    fit, removal = commands["networks"].content, commands["removal"].content["command"]["init_args"]
-    data = fit["data"]["init_args"]
-    assert (fit["routine"]["init_args"]["num_members"], data["orders"], data["points"]) == (10_000, 10_000, 200)
-    assert (data["batch_size"], fit["trainer"]["max_epochs"], fit["optimizer"]["init_args"]["lr"]) == (10, 10, 2.0)
-    assert (removal["largest_loss"], removal["norm"]) == (0.01, 3.0)
-    assert removal["data"]["init_args"] == {key: data[key] for key in ("points", "centers", "spread")}
 
 
 @pytest.mark.parametrize("folder", FOLDERS[1:], ids=["mnist", "fashion-mnist"])
@@ -230,11 +218,3 @@ def test_cost_profiles_and_report(cost: tuple[Path, Path, list[str], dict[str, A
     assert f"{sum(last) / 2:.4f}" in text
     assert "mass.png" in (out / "report" / "report.md").read_text()
     assert (out / "report" / "mass.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("side", [8, 28])
-def test_every_hidden_unit_of_the_conv_net_can_be_rescaled(side: int) -> None:
-    graph = discover_symmetries(ConvNet(side**2, 10, channels=(3, 5), hidden=7), torch.randn(2, 1, side, side))
-    graph.require_verified()
-    assert {g.name: g.size for g in graph.scales} == {"conv1": 3, "conv2": 5, "hidden": 7}
-    assert math.prod(graph.shapes["hidden.weight"]) == 7 * 5 * (side // 4) ** 2

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.cli import main
 from tu_symmetry.configs import read_mapping
-from tu_symmetry.experiments.symmetry_aware import SmallLeNet, evaluation, residual_network
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
 from tu_symmetry.experiments.symmetry_aware.evaluation import (
     _trusted,
     evaluate,
@@ -34,11 +34,9 @@ from tu_symmetry.experiments.symmetry_aware.evaluation import (
     scores,
 )
 from tu_symmetry.experiments.symmetry_aware.report import ANSWERS
-from tu_symmetry.metrics.functional import removal
 from tu_symmetry.posterior.draws import network_draws
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, stack_states
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.functions import build_parser
 from tu_symmetry.tables.report import answered
@@ -200,23 +198,6 @@ def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> Non
         given: dict[str, Any] = {"ood": {"x": data}, "num_samples": 3, **options}
         with pytest.raises(error, match=message):
             evaluate(tmp_path / "out", model, data, good, runs, {}, **given)  # type: ignore[arg-type]
-
-
-def test_the_number_of_networks_on_the_device_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vectors of every form, and probabilities."""
-    torch.manual_seed(0)
-    model, x, device = SmallLeNet().eval(), torch.rand(3, 1, 28, 28), torch.device("cpu")
-    graph = discover_symmetries(model, x)
-    graph.require_verified()
-    states = stack_states([SmallLeNet().state_dict() for _ in range(5)])
-    forms = (None, removal("paper"), removal("min_mass", align_to={n: t[0] for n, t in states.items()}))
-    found = []
-    for count in (2, 50):
-        monkeypatch.setattr(evaluation, "_NETWORKS", count)
-        found.append([evaluation._vectors(graph, states, form, device) for form in forms])
-        found[-1].append({"probabilities": evaluation._probabilities(model, states, x, device)})
-    for few, all_ in zip(*found, strict=True):
-        torch.testing.assert_close(few, all_)
 
 
 @pytest.mark.slow

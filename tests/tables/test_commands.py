@@ -5,13 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -357,38 +355,6 @@ def test_killed_in_the_middle_of_a_function_it_resumes_from_the_parts_that_were_
     results = quiet(walks, tmp_path / "run")
     assert results["walk"]["found"] == 2  # two steps were kept
     assert results["walk"]["place"] == whole["walk"]["place"] and results["twice"] == whole["twice"]
-
-
-def died(work: Callable[[], Any], seconds: float) -> None:
-    """Have another process do something, and kill it after a while."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-@pytest.mark.slow
-def test_killed_anywhere_any_number_of_times_it_comes_to_the_same_end(walks: Path, tmp_path: Path) -> None:
-    """Also where old results are being replaced, which is when the walk has other steps or everything is fresh."""
-    draw, out = random.Random(0), tmp_path / "run"
-    expected = {
-        steps: quiet(walks, tmp_path / f"whole{steps}", f"walk.command.steps={steps}")["twice"] for steps in (4, 9)
-    }
-    started = time.perf_counter()
-    quiet(walks, tmp_path / "timed", fresh=True)
-    seconds = time.perf_counter() - started
-    for number in range(40):
-        steps, fresh = draw.choice((4, 9)), draw.random() < 0.4
-        override = f"walk.command.steps={steps}"
-        died(lambda o=override, f=fresh: quiet(walks, out, o, fresh=f), 1.5 * seconds * draw.random())
-        if number % 4 == 3:
-            assert quiet(walks, out, override)["twice"] == expected[steps]
-            assert {p.name for p in out.iterdir()} == {".lock", ".table", "results.json", "twice", "walk"}
 
 
 # ---------------------------------------------------------------------- files that mean harm or nothing

@@ -14,23 +14,9 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
+from tu_symmetry.datamodules import readers
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
-from tu_symmetry.datamodules.readers import (
-    CIFAR_ARCHIVE,
-    IDX_FOLDERS,
-    CIFARName,
-    DataFileError,
-    IDXName,
-    LabeledImages,
-    from_torchvision,
-    idx_files,
-    read_cifar,
-    read_cifar10_archive,
-    read_digits,
-    read_idx_images,
-    read_svhn,
-    read_textures,
-)
+from tu_symmetry.datamodules.readers import CIFARName, DataFileError, IDXName, LabeledImages
 from tu_symmetry.states import evenly
 
 Part = Literal["train", "test", "ood"]
@@ -236,8 +222,8 @@ class DigitsDataModule(ImageDataModule):
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part."""
         if part != "ood":
-            return read_digits()[part]
-        test = read_digits()["test"]
+            return readers.read_digits()[part]
+        test = readers.read_digits()["test"]
         order = torch.rand(len(test.x), 64, generator=torch.Generator().manual_seed(0), device="cpu").argsort(1)
         return LabeledImages(test.x.flatten(1).gather(1, order).view_as(test.x), test.y)
 
@@ -293,14 +279,14 @@ class IDXDataModule(ImageDataModule):
         needed: list[tuple[IDXName, Any]] = [(self.dataset, "train"), (self.dataset, "test")]
         needed += [(self.ood_dataset, "test")] if self.eval_ood else []
         for name, split in needed if self.download else ():
-            if idx_files(self.root, name, split) is None:
-                from_torchvision(IDX_FOLDERS[name], self.root, download=True)
+            if readers.idx_files(self.root, name, split) is None:
+                readers.from_torchvision(readers.IDX_FOLDERS[name], self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part."""
         if part == "ood":
-            return read_idx_images(self.root, self.ood_dataset, "test")
-        return read_idx_images(self.root, self.dataset, part)
+            return readers.read_idx_images(self.root, self.ood_dataset, "test")
+        return readers.read_idx_images(self.root, self.dataset, part)
 
 
 class CIFARDataModule(ImageDataModule):
@@ -335,7 +321,7 @@ class CIFARDataModule(ImageDataModule):
     ) -> None:
         super().__init__(batch_size=batch_size, **common)
         if source == "archive" and dataset != "cifar10":
-            raise ValueError(f"source 'archive' is {CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
+            raise ValueError(f"source 'archive' is {readers.CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
         self.dataset, self.root, self.source = dataset, Path(root), source
         self.ood_dataset, self.download = ood_dataset, download
         hundred = dataset == "cifar100"
@@ -346,17 +332,21 @@ class CIFARDataModule(ImageDataModule):
     def prepare_data(self) -> None:
         """Download what is missing, in one process."""
         if self.download and self.source == "torchvision":
-            read_cifar(self.root, self.dataset, "train", download=True)
+            readers.read_cifar(self.root, self.dataset, "train", download=True)
         if self.download and self.eval_ood and self.ood_dataset == "svhn":
-            read_svhn(self.root, download=True)
+            readers.read_svhn(self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part; of the archive no more than is asked for is decoded."""
         if part == "ood":
             svhn = self.ood_dataset == "svhn"
-            x = read_svhn(self.root, download=False) if svhn else read_textures(self.root, self.input_shape[-1])
+            x = (
+                readers.read_svhn(self.root, download=False)
+                if svhn
+                else readers.read_textures(self.root, self.input_shape[-1])
+            )
             return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8, device="cpu"))
         if self.source == "torchvision":
-            return read_cifar(self.root, self.dataset, part, download=False)
+            return readers.read_cifar(self.root, self.dataset, part, download=False)
         size = self.test_size if part == "test" else None if self.val_size else self.train_size
-        return read_cifar10_archive(self.root, part, size)
+        return readers.read_cifar10_archive(self.root, part, size)
