@@ -205,7 +205,7 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
     root, _, _ = run
     found = sampled_posterior(
         tmp_path, root / "dip.safetensors", UNet((4, 4), (2,)), num_steps=2, num_probes=4, num_samples=400, rank=10,
-        max_iterations=200, patches=[1, 2], noise_variance=0.3, tv_weight={2: 1e-3, 4: 1e-2}, hyperprior_probes=8,
+        max_iterations=200, patches=[1, 2], tv_weight={2: 1e-3, 4: 1e-2}, hyperprior_probes=8,
     ).results  # fmt: skip
     assert {entry["patch"] for entry in found["rows"]} == {1, 2} and len(found["rows"]) == 24
     assert {entry["row"] for entry in found["rows"]} == {EVIDENCE, TV_SEED, TV_CODE}

@@ -1,8 +1,4 @@
-"""LightningDataModules for image sets that fit in memory: digits, the MNIST family, and CIFAR.
-
-All of them give the same splits and orders on every machine, out-of-distribution test sets where TorchUncertainty's
-routines look for them, and full batches for Hamiltonian Monte Carlo.
-"""
+"""LightningDataModules for image sets that fit in memory, with the same splits and orders on every machine."""
 
 from __future__ import annotations
 
@@ -97,11 +93,7 @@ class ImageDataModule(LightningDataModule):
 
     @abstractmethod
     def read(self, part: Part) -> LabeledImages:
-        """Read a whole part from its files: ``train``, ``test`` or ``ood``.
-
-        Raises:
-            DataFileError: files that are missing or damaged.
-        """
+        """Read a whole part from its files: ``train``, ``test`` or ``ood``."""
 
     @property
     def train(self) -> TensorPairs:
@@ -207,10 +199,8 @@ class ImageDataModule(LightningDataModule):
 class DigitsDataModule(ImageDataModule):
     """Scikit-learn's digits, 1,437 training and 360 test images of 8 x 8 pixels; nothing is downloaded.
 
-    The split is stratified and always the same. The out-of-distribution set are the test images with their pixels in
-    a random order, each in its own: the same histograms, no shapes.
-
-    Its arguments are those of :class:`ImageDataModule`.
+    The out-of-distribution set are the test images with their pixels in a random order, each in its own. Arguments are
+    those of :class:`ImageDataModule`.
     """
 
     num_classes = 10
@@ -249,9 +239,6 @@ class IDXDataModule(ImageDataModule):
         ood_dataset: the out-of-distribution set, normalized as the training set.
         download: download what is missing.
         **common: the arguments of :class:`ImageDataModule`.
-
-    Raises:
-        ValueError: an out-of-distribution set that is the data set itself.
     """
 
     num_classes = 10
@@ -301,9 +288,6 @@ class CIFARDataModule(ImageDataModule):
         ood_dataset: ``svhn`` (torchvision's test set) or ``textures`` (the archive ``dtd10-64.tar.xz`` in ``root``).
         download: have torchvision download what is missing.
         **common: the other arguments of :class:`ImageDataModule`.
-
-    Raises:
-        ValueError: an archive of CIFAR-100, which there is none of.
     """
 
     input_shape = (3, 32, 32)

@@ -66,11 +66,7 @@ def idx_files(root: Path, name: IDXName, split: Split) -> tuple[Path, ...] | Non
 
 
 def read_idx_images(root: Path, name: IDXName, split: Split) -> LabeledImages:
-    """One half of an MNIST-like data set, from its two IDX files (torchvision reads only unzipped ones of both halves).
-
-    Raises:
-        DataFileError: files that are missing, truncated, of another format, or do not belong together.
-    """
+    """One half of an MNIST-like data set, from its two IDX files (torchvision wants both halves, unzipped)."""
     files = idx_files(root, name, split)
     if files is None:
         raise DataFileError(
@@ -88,11 +84,7 @@ def read_idx_images(root: Path, name: IDXName, split: Split) -> LabeledImages:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read an IDX file of unsigned bytes, gzipped or not.
-
-    Raises:
-        DataFileError: a file that is truncated or of another format.
-    """
+    """Read an IDX file of unsigned bytes, gzipped or not."""
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zeros, kind, ndim = struct.unpack_from(">HBB", content)
@@ -107,11 +99,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def from_torchvision(name: str, root: Path, **options: Any) -> Any:
-    """A data set of torchvision.
-
-    Raises:
-        DataFileError: torchvision does not know it, it is not there or damaged, or it could not be downloaded.
-    """
+    """A data set of torchvision."""
     from torchvision import datasets
 
     if not hasattr(datasets, name):
@@ -134,9 +122,6 @@ def read_cifar10_archive(root: Path, split: Split, size: int | None = None) -> L
     """Half of CIFAR-10 from the archive ``cifar10-jpeg.tar.xz`` with members ``train/00000_frog.jpg`` and so on.
 
     Only the first ``size`` images are decoded; None for all.
-
-    Raises:
-        DataFileError: no such archive, a damaged one, or one with fewer images.
     """
     path, images, labels = root / CIFAR_ARCHIVE, list[Tensor](), list[int]()
     for name, image in read_archive(path, lambda name: name.startswith(f"{split}/")):
@@ -164,11 +149,7 @@ def read_svhn(root: Path, *, download: bool = True) -> Tensor:
 
 
 def read_archive(path: Path, take: Callable[[str], bool]) -> Iterator[tuple[str, Tensor]]:
-    """Names and images ``[3, height, width]`` in bytes of the wanted members of a tar file, in its order.
-
-    Raises:
-        DataFileError: no such file, or a damaged one.
-    """
+    """Names and images ``[3, height, width]`` in bytes of the wanted members of a tar file, in its order."""
     from PIL import Image
 
     if not path.is_file():

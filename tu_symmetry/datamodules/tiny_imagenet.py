@@ -16,9 +16,6 @@ class TinyImageNet(_Dataset):
 
     TorchUncertainty 0.13 adds a text to a path where it looks for the training images, which is a ``TypeError``, and
     takes the classes in the order of the file system. Here they come in the order of ``wnids.txt``.
-
-    Raises:
-        DataFileError: it is not there, or not whole.
     """
 
     def __init__(self, root: str | Path, split: Any = "train", **transforms: Any) -> None:

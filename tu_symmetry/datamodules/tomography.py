@@ -61,9 +61,6 @@ def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float)
     A unit square seen under an angle is a trapezoid: two boxes of widths ``|cos|`` and ``|sin|``, convolved. Its
     integral over a bin is a second difference of ``max(t, 0)^2 / 2``. Angles are equidistant in ``[0, pi)``, the
     first 0, where the detector lies along a row of the image. Pixels are 1 wide, float64.
-
-    Raises:
-        ValueError: sizes that are not positive.
     """
     if min(size, num_angles, num_bins) < 1 or not bin_width > 0:
         raise ValueError(f"a geometry needs positive sizes: {size=}, {num_angles=}, {num_bins=}, {bin_width=}")
@@ -157,9 +154,6 @@ class TomographyDataModule(_ProblemDataModule):
         bin_width: in pixels.
         steps_per_epoch: optimizer steps that make an epoch.
         seed: seed of the noise.
-
-    Raises:
-        ValueError: values out of range.
     """
 
     def __init__(
@@ -228,11 +222,7 @@ class ScannedTomographyDataModule(_ProblemDataModule):
         self.root, self.num_angles = Path(root), num_angles
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files.
-
-        Raises:
-            DataFileError: files that are missing, each with what it has to hold, or that do not belong together.
-        """
+        """Read the files."""
         if self.problem is not None:
             return
         folder = self.root / "walnut"

@@ -40,17 +40,14 @@ class ClientDigitsDataModule(DigitsDataModule):
         client: number of the client, from 0.
         concentration: the concentration of the Dirichlet distribution: 100 gives all clients the same mixture, 0.1
             almost one class each.
-        split_seed: seed of the proportions and of who gets which image.
         options: further arguments of :class:`~tu_symmetry.datamodules.DigitsDataModule`.
     """
 
-    def __init__(
-        self, client: int = 0, clients: int = 2, concentration: float = 1.0, split_seed: int = 0, **options: Any
-    ) -> None:
+    def __init__(self, client: int = 0, clients: int = 2, concentration: float = 1.0, **options: Any) -> None:
         if not 0 <= client < clients or not concentration > 0:
             raise ValueError(f"no client {client} of {clients}, or concentration {concentration} is not positive")
         super().__init__(**options)
-        self.client, self.clients, self.concentration, self.split_seed = client, clients, concentration, split_seed
+        self.client, self.clients, self.concentration = client, clients, concentration
 
     def read(self, part: Any) -> LabeledImages:
         """The client's share of the training images; all of every other part."""
@@ -60,7 +57,7 @@ class ClientDigitsDataModule(DigitsDataModule):
 
     def share(self, targets: torch.Tensor) -> torch.Tensor:
         """Positions of the client's images, in order, among all with these classes."""
-        drawn = np.random.default_rng(self.split_seed)
+        drawn = np.random.default_rng(0)
         mine = []
         for label in sorted(set(targets.tolist())):
             where = drawn.permutation(np.flatnonzero(targets.numpy() == label))

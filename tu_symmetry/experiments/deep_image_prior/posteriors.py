@@ -272,11 +272,8 @@ def sampled_posterior(
     rank: int = 200,
     refresh_every: int = 100,
     max_iterations: int = 50,
-    tolerance: float = 1e-3,
     num_samples: int = 4096,
-    batch_size: int = 16,
     patches: Sequence[int] = (1, 2, 10),
-    noise_variance: float = 1.0,
     double: bool = True,
     tv_weight: float | dict[int, float] | None = None,
     predcp_scale: float = 1.0,
@@ -295,9 +292,7 @@ def sampled_posterior(
         refresh_every: steps after which it is made anew.
         max_iterations: most iterations of conjugate gradients.
         num_samples: posterior samples of the image.
-        batch_size: samples at a time.
         patches: sides of the square patches that are scored; pixels of different patches are independent.
-        noise_variance: to start from.
         double: whether to compute in float64.
         tv_weight: as for :func:`linearized_posterior`; None for the evidence alone.
         hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
@@ -318,9 +313,8 @@ def sampled_posterior(
         taken = {name for prior in priors for name in prior.parameters}
         tangent = FlatTangentModel(network, [name for name in shapes if name in taken])
         observed = ObservedTangent(tangent, [x.to(on, dtype)], LinearObservation(operator.to(on, dtype)))
-        evidence = SampledEvidence(
-            observed, priors, y, num_samples=num_probes, rank=rank, tolerance=tolerance, max_iterations=max_iterations
-        )
+        options: dict[str, Any] = {"rank": rank, "tolerance": 1e-3, "max_iterations": max_iterations}
+        evidence = SampledEvidence(observed, priors, y, num_samples=num_probes, **options)
         truth = found.problem.truth[index].double()
         gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
         gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
@@ -329,7 +323,7 @@ def sampled_posterior(
         names = {p.name: p.hyperparameters for p in priors}
         for row, hyperprior in _hyperpriors(found, index, len(y), tv_weight, predcp_scale).items():
             result = evidence.adam(
-                noise_variance=noise_variance,
+                noise_variance=1.0,
                 num_steps=num_steps,
                 lr=lr,
                 decay_every=decay_every,
@@ -340,8 +334,8 @@ def sampled_posterior(
             phi, noise = result.phi, result.noise_variance
             preconditioner = evidence.preconditioner(phi, noise)
             drawn = []
-            for start in range(0, num_samples, batch_size):
-                count = min(batch_size, num_samples - start)
+            for start in range(0, num_samples, 16):
+                count = min(16, num_samples - start)
                 zeta = evidence.samples(phi, noise, count=count, seed=start + 1, preconditioner=preconditioner)[0]
                 drawn.append(observed.unobserved(zeta).double().cpu())
             samples = torch.cat(drawn)

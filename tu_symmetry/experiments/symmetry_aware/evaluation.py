@@ -45,15 +45,12 @@ _BINS = 15  # of calibration errors, as in TorchUncertainty's routine
 _LEVELS = torch.linspace(0.005, 0.995, 100, device="cpu")  # of quantiles of the marginals
 
 
-def collect(
-    out: Path, folder: str, source: str = CHECKPOINTS, *, start: int = 0, count: int | None = None, prefix: str = ""
-) -> Outcome:
+def collect(out: Path, folder: str, source: str = CHECKPOINTS, *, start: int = 0, count: int | None = None) -> Outcome:
     """Stream a folder of the paper's published checkpoints into the sample store ``samples`` of a run.
 
     Args:
         folder: folder of the data set, see :func:`~tu_symmetry.posterior.published.list_checkpoints`.
         source: the data set, or a local copy of it.
-        prefix: what stands before the names in the files.
     """
     with Display().track("checkpoints", count or 1) as tracker:
         store = collect_checkpoints(
@@ -62,7 +59,6 @@ def collect(
             folder=folder,
             start=start,
             count=count,
-            prefix=prefix,
             progress=lambda p: tracker.update(int(p["done"]), file=p["file"]),
         )
     return Outcome({"networks": len(store), "source": source, "folder": folder}, f"{len(store)} networks of {folder}")
