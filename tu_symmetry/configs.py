@@ -1,6 +1,6 @@
 """Configurations as plain values: safe YAML, ``KEY=VALUE`` words, checked dataclasses, objects by their dotted names.
 
-What a configuration names is imported and called: it is trusted like code.
+What a configuration names is imported and called: it is trusted like code. What cannot be used is a ConfigError.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ class ConfigError(ValueError):
 
 
 def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
-    """Build a config dataclass from plain values, with type checks; ``where`` names them in an error.
-
-    Raises:
-        ConfigError: unknown or missing keys, values of a wrong type.
-    """
+    """Build a config dataclass from plain values, with type checks; ``where`` names them in an error."""
     from jsonargparse import ArgumentError, ArgumentParser
 
     if not isinstance(values, Mapping):
@@ -50,11 +46,7 @@ def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def resolve(path: str) -> Any:
-    """The object with a dotted name: ``package.module.name``, ``module:name``, also an attribute of a class.
-
-    Raises:
-        ConfigError: there is no such module or name, or importing the module fails.
-    """
+    """The object with a dotted name: ``package.module.name``, ``module:name``, also an attribute of a class."""
     parts = path.replace(":", ".").split(".")
     if len(parts) < 2:
         raise ConfigError(f"cannot import {path!r}: it is no dotted name, such as package.module.name")
@@ -79,11 +71,7 @@ def resolve(path: str) -> Any:
 
 
 def parse_assignments(texts: Iterable[str], option: str) -> dict[str, Any]:
-    """``KEY=VALUE`` words that were given to an option; the last of several with one key counts.
-
-    Raises:
-        ConfigError: a word that is not ``KEY=VALUE``.
-    """
+    """``KEY=VALUE`` words that were given to an option; the last of several with one key counts."""
     values = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -97,9 +85,6 @@ def parse_value(text: str, where: str) -> Any:
     """A value of a command line: a Python literal (``(3, 4)``, ``1e-3``, ``None``), else YAML (``true``, ``[a, b]``).
 
     A plain word stays a string (``resnet18``, ``runs/a b``), and quotes make anything one.
-
-    Raises:
-        ConfigError: neither of both (``[1, 2``, ``*a``).
     """
     try:
         return ast.literal_eval(text)
@@ -120,11 +105,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(content: str | bytes, where: str) -> Any:
-    """Plain values from YAML text; a key that stands twice in one mapping is refused.
-
-    Raises:
-        ConfigError: no YAML in UTF-8.
-    """
+    """Plain values from YAML text; a key that stands twice in one mapping is refused."""
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
         return yaml.load(text, _Loader)
@@ -135,11 +116,7 @@ def read_yaml(content: str | bytes, where: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A YAML file that holds a mapping of keys to values.
-
-    Raises:
-        ConfigError: a file that is missing, no YAML or no mapping.
-    """
+    """A YAML file that holds a mapping of keys to values."""
     if not path.is_file():
         raise ConfigError(f"{path} is missing: table.yaml names it")
     values = read_yaml(path.read_bytes(), str(path))

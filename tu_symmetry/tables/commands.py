@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -200,24 +201,23 @@ def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]
     return flags
 
 
+@dataclass
 class _Run:
     """One call of :func:`run_commands`; ``marks`` are those of the commands that are done, by name."""
 
-    def __init__(
-        self,
-        folder: Path,
-        table: CommandTable,
-        root: Path,
-        data_root: str | Path | None,
-        flags: Mapping[str, list[str]],
-        fresh: bool,
-        deadline: float | None,
-        display: Display,
-    ) -> None:
-        self.folder, self.table, self.root, self.data_root, self.flags = folder, table, root, data_root, flags
-        self.fresh, self.deadline, self.display = fresh, deadline, display
-        self.environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        self.marks: dict[str, dict[str, Any]] = {}
+    folder: Path
+    table: CommandTable
+    root: Path
+    data_root: str | Path | None
+    flags: Mapping[str, list[str]]
+    fresh: bool
+    deadline: float | None
+    display: Display
+    marks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def environment(self) -> Mapping[str, Any]:
+        return describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def all(self) -> dict[str, dict[str, Any]]:
         for command in self.table.commands:
