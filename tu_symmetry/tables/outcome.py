@@ -30,7 +30,7 @@ class Outcome:
         self.tables = tuple(tables)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, sealed, and every table as CSV and LaTeX, each whole or not at all."""
+        """Write ``results.json``, sealed, and every table as CSV, each whole or not at all."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tables = [grid.to_dict() for grid in self.tables]
         content = {"results": self.results, "headline": self.headline, "tables": tables}
