@@ -11,19 +11,18 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
 from tu_symmetry.alignment.consensus import Match, Reference, bounded, find_target
-from tu_symmetry.alignment.matching import Matching, Solver, weight_distance, weight_matching
+from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import as_given, check_number, mean_state, read_state, unstack
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
-from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
+from tu_symmetry.symmetry.elements import Permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 MatchOn = Literal["weights", "activations"]
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | nn.Module] | nn.Module")
-UNMOVED = Certificate(0.0, 0.0, torch.float64, 0)  # of a network that stayed as it is
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +65,6 @@ def align(
     model: nn.Module | None = None,
     dataloader: Iterable[Any] | None = None,
     threads: int = 1,
-    generator: torch.Generator | None = None,
     certify: bool = True,
 ) -> Alignment[States]:
     """Permute networks so that they lie in one basin.
@@ -87,9 +85,7 @@ def align(
         similarity: how activations are compared, see :func:`activation_matching`.
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
-        threads: networks that are matched at the same time (assignments release the GIL).
-        generator: for the order of groups in descents; a fixed order without one. The result
-            does not depend on the number of threads.
+        threads: networks that are matched at the same time (assignments release the GIL), with the same result.
         certify: measure on the example inputs that the graph was discovered with that the outputs of each permuted
             network stay the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no
             network to run (it was unpickled), the result says so.
@@ -118,19 +114,19 @@ def align(
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
-    match = matcher(graph, match_on, solver, similarity, model, dataloader, generator)
+    match = matcher(graph, match_on, solver, similarity, model, dataloader)
     threads = 1 if match_on == "activations" else threads
     target = find_target(graph, members, cast("Reference | Mapping[str, Tensor]", reference), match, threads=threads)
     if given:
         graph.check_state(target.state, name="reference")
     found = dict(target.permutations)
     todo = [k for k in range(len(members)) if k not in found]
-    found.update(bounded(lambda k: match(target.state, members[k], target.jobs + k).permutation, todo, threads))
+    found.update(bounded(lambda k: match(target.state, members[k]).permutation, todo, threads))
     permutations = [found[k] for k in range(len(members))]
     aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
     anchor = mean_state(aligned) if reference in ("mean", "universe") else target.state
-    certificates, uncertified = gathered(
-        certified(graph, permutations[k], members[k], aligned[k], f"align: states[{k}]", certify)
+    certificates, uncertified = certified(
+        measured(graph, members[k], aligned[k], f"align: states[{k}]", wanted=certify, rounded=False)
         for k in range(len(members))
     )
     result: Any = aligned
@@ -156,29 +152,18 @@ def matcher(
     similarity: Similarity,
     model: nn.Module | None,
     dataloader: Iterable[Any] | None,
-    generator: torch.Generator | None,
 ) -> Match:
-    """How two networks are matched; the seed of random orders is counted on from one matching to the next.
+    """How two networks are matched.
 
     Raises:
         ValueError: matching by activations without a model and data.
     """
-    if match_on == "activations":
-        if model is None or dataloader is None:
-            raise ValueError(
-                "match_on='activations' needs model= and dataloader=: units are matched by what they compute"
-            )
-        data = reusable(dataloader)
-        return lambda target, member, job: activation_matching(
-            graph, model, target, member, data, similarity=similarity
-        )
-    seed = None if generator is None else int(torch.randint(2**62, (), generator=generator, device="cpu"))
-
-    def match(target: Mapping[str, Tensor], member: Mapping[str, Tensor], job: int) -> Matching:
-        own = None if seed is None else torch.Generator().manual_seed(seed + job)
-        return weight_matching(graph, target, member, solver=solver, generator=own)
-
-    return match
+    if match_on == "weights":
+        return lambda target, member: weight_matching(graph, target, member, solver=solver)
+    if model is None or dataloader is None:
+        raise ValueError("match_on='activations' needs model= and dataloader=: units are matched by what they compute")
+    data = reusable(dataloader)
+    return lambda target, member: activation_matching(graph, model, target, member, data, similarity=similarity)
 
 
 def _check_words(reference: Any, match_on: Any, solver: Any, similarity: Any) -> None:
@@ -199,22 +184,7 @@ def _check_words(reference: Any, match_on: Any, solver: Any, similarity: Any) ->
         )
 
 
-def certified(
-    graph: SymmetryGraph,
-    permutation: Permutation,
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    name: str,
-    wanted: bool,
-) -> tuple[Certificate | None, str]:
-    """The certificate of a permuted network, or why there is none; one whose units stayed where they are has one."""
-    identity = identity_permutation(graph)
-    if wanted and graph.probe is not None and all(torch.equal(p, identity[n]) for n, p in permutation.items()):
-        return UNMOVED, ""
-    return measured(graph, before, after, name, wanted=wanted, rounded=False)
-
-
-def gathered(found: Iterable[tuple[Certificate | None, str]]) -> tuple[list[Certificate], str]:
+def certified(found: Iterable[tuple[Certificate | None, str]]) -> tuple[list[Certificate], str]:
     """The certificates of all networks, or none of them and the first reason."""
     certificates = []
     for certificate, reason in found:

@@ -21,7 +21,7 @@ from tu_symmetry.symmetry.elements import Permutation, compose, identity_permuta
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
-Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], int], Matching]
+Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ class Target:
         index: its number among the networks; None for a mean, a universe and a given network.
         permutations: those that are known already: the identity of the network itself, all for a mean and a universe.
         iterations: passes over the networks.
-        jobs: matchings that were made, from which the seeds of the next ones are counted.
         search: how it was found: ``candidates`` and ``totals`` of a medoid, ``sweeps`` and ``converged`` otherwise.
     """
 
@@ -43,7 +42,6 @@ class Target:
     index: int | None = None
     permutations: Mapping[int, Permutation] = field(default_factory=dict)
     iterations: int = 1
-    jobs: int = 0
     search: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -64,7 +62,7 @@ def find_target(
         graph: the symmetry graph, verified.
         networks: a sequence of states.
         reference: what is looked for, or a network.
-        match: ``(target, state, number)`` to a matching; of pairs, and of the running mean.
+        match: ``(target, state)`` to a matching; of pairs, and of the running mean.
         candidates: bound on the networks that are compared for a medoid.
         max_iterations: bound on the sweeps of a universe.
         threads: networks that are matched at the same time.
@@ -110,13 +108,13 @@ def _medoid(
     """
     order = torch.randperm(len(networks), generator=torch.Generator().manual_seed(0), device="cpu")
     chosen = sorted(order[:candidates].tolist())
-    pairs = {(i, j): n for n, (i, j) in enumerate((i, j) for i in chosen for j in chosen if i < j)}
+    pairs = [(i, j) for i in chosen for j in chosen if i < j]
     found: dict[tuple[int, int], Matching] = {}
     for i in chosen:
         target = read(graph, networks, i)
 
-        def matching(j: int, i: int = i, target: State = target) -> Matching:
-            return match(target, read(graph, networks, j), pairs[i, j])
+        def matching(j: int, target: State = target) -> Matching:
+            return match(target, read(graph, networks, j))
 
         for j, one in bounded(matching, [b for a, b in pairs if a == i], threads):
             found[i, j] = one
@@ -124,7 +122,7 @@ def _medoid(
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
     known = {best: identity_permutation(graph), **{j: m.permutation for (i, j), m in found.items() if i == best}}
-    return Target(networks[best], best, known, jobs=len(pairs), search={"candidates": chosen, "totals": totals})
+    return Target(networks[best], best, known, search={"candidates": chosen, "totals": totals})
 
 
 def _consensus(
@@ -175,7 +173,7 @@ def _consensus(
         state = read(graph, networks, k)
         like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
         others = mean_of_others(state, {}, k) if k else {}
-        held.append(match(others, state, k).permutation if k else identity_permutation(graph))
+        held.append(match(others, state).permutation if k else identity_permutation(graph))
         enter(state, held[k], {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})

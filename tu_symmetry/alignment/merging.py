@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tu_symmetry.alignment.align import MatchOn, Reference, certified, gathered, matcher
+from tu_symmetry.alignment.align import Reference, certified, matcher
 from tu_symmetry.alignment.barrier import Loss, LossBarrier, barrier_of, between, mean_loss, measure
-from tu_symmetry.alignment.consensus import Match, Progress, find_target, read
+from tu_symmetry.alignment.consensus import Progress, find_target, read
 from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.networks import Network, Networks, StateSource, read_network
 from tu_symmetry.alignment.repair import Correction, correct
@@ -26,7 +26,7 @@ from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, require_alike
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.certificate import Certificate
+from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
@@ -90,7 +90,6 @@ def merge(
     correction: Correction = "none",
     weights: Weights = "equal",
     reference: Reference | Network | None = "first",
-    match_on: MatchOn = "weights",
     solver: Solver = "frank_wolfe",
     only: Sequence[str] = (),
     loss: Loss | None = None,
@@ -113,14 +112,13 @@ def merge(
             network at a time, two or three times each. A LightningModule (a routine of TorchUncertainty) stands for
             the network that it has trained, one with a deep ensemble for its members.
         model: the module, left as it is.
-        dataloader: batches, tensors or tuples that begin with the inputs: for ``correction`` and for activations.
+        dataloader: batches, tensors or tuples that begin with the inputs: for ``correction``.
         correction: ``batchnorm``: running statistics are re-estimated. ``repair``: they are, and every other hidden
             unit gets the mean and standard deviation of the networks', see :func:`~tu_symmetry.repair`. A network that
             is merged of a single one stays as it is.
         weights: the share of each network: ``equal``, or numbers that are at least 0, which are divided by their sum.
         reference: what the networks are aligned to, see :func:`~tu_symmetry.align`; or a network, also as a file; or
             None to average them as they are (they are aligned already).
-        match_on: match units by ``weights``, or by ``activations`` on ``dataloader``.
         solver: how weights are matched, see :func:`~tu_symmetry.align`.
         only: patterns of tensors' names: align partially, by the groups alone all of whose tensors match one of them
             (``["down_blocks.*"]``); everything is aligned without any.
@@ -179,8 +177,7 @@ def merge(
         permutations = [identity_permutation(graph)] * len(networks)
         certificates, uncertified = [], "the networks were merged as they are"
     else:
-        match = matcher(graph, match_on, solver, "product", model, dataloader, None)
-        permutations, certificates, uncertified = _align(graph, networks, reference, match, certify, kept, tell)
+        permutations, certificates, uncertified = _align(graph, networks, reference, solver, certify, kept, tell)
     aligned = networks.permuted(graph, permutations)
     counts = [transposition_count(p) for p in permutations]
     moved = any(counts[k] for k in chosen)
@@ -212,7 +209,7 @@ def _align(
     graph: SymmetryGraph,
     networks: StateSource,
     reference: Reference | Network,
-    match: Match,
+    solver: Solver,
     certify: bool,
     kept: Kept,
     tell: Callable[[str, int], None],
@@ -223,6 +220,7 @@ def _align(
     anchor: Any = reference if word else read_network(reference, "reference")
     if not word:
         graph.check_state(anchor, name="reference")
+    match = matcher(graph, "weights", solver, "product", None, None)
     target = find_target(graph, networks, anchor, match)
     permutations: list[Permutation] = []
     certificates = []
@@ -232,15 +230,16 @@ def _align(
             permutations.append(target.permutations[k])
         else:
             if f"permutation/{k}" not in kept:
-                kept[f"permutation/{k}"] = match(target.state, state, target.jobs + k).permutation
+                kept[f"permutation/{k}"] = match(target.state, state).permutation
             permutations.append(kept[f"permutation/{k}"])
         if reference != "first" or k:
             moved = permute_tensors(graph, permutations[k], state)
-            certificates.append(certified(graph, permutations[k], state, moved, f"states[{k}], aligned", certify))
+            name = f"states[{k}], aligned"
+            certificates.append(measured(graph, state, moved, name, wanted=certify, rounded=False))
             del moved
         del state  # before the next one is read
         tell("align", k + 1)
-    return permutations, *gathered(certificates)
+    return permutations, *certified(certificates)
 
 
 def _line(
@@ -276,9 +275,7 @@ def permutations_alone(graph: SymmetryGraph, only: Sequence[str] = ()) -> Symmet
     inside = {name for name, names in graph.aliases.items() if any(fnmatchcase(n, p) for n in names for p in only)}
     out = [g.name for g in graph.permutations if only and not {m.parameter for m in g.members} <= inside]
     if out and len(out) == len(graph.permutations):
-        touched = [n for g in graph.permutations for n in sorted({m.parameter for m in g.members} & inside)]
-        why = f"; groups that touch them reach beyond, as those of {touched[0]!r}" if touched else ""
-        raise ValueError(f"only={list(only)}: no permutation group has all its tensors there{why}")
+        raise ValueError(f"only={list(only)}: no permutation group has all its tensors there; print(graph) lists them")
     return replace(graph.without(*out), scales=(), normalizations=(), scale_terms={})
 
 

@@ -215,7 +215,7 @@ def align_files(
                 graph,
                 StateSource([file.path for file in files], prefix=prefix),
                 given,
-                matcher(graph, "weights", solver, "product", None, None, None),
+                matcher(graph, "weights", solver, "product", None, None),
                 candidates=candidates,
                 max_iterations=max_iterations,
                 threads=threads,

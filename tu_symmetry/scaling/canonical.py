@@ -140,7 +140,7 @@ def canonicalize(
         found, lost = _least(tables, start, filters, first, degenerate, tolerance)
     else:
         s, lost = unit_scales(graph, state, groups)
-        found = Minimum(s, tables.value_at(s.numpy()), float("nan"), float("nan"), 0)
+        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
     sizes = [g.size for g in groups]
     log_scale = {g.name: part.clone() for g, part in zip(groups, found.log_scale.split(sizes), strict=True)}
     numbers = {g.name: torch.nonzero(part).flatten() for g, part in zip(groups, lost.split(sizes), strict=True)}

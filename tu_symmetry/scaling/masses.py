@@ -168,33 +168,6 @@ class MassTables:
         """The mass at log-factors ``[count]``."""
         return MassPoint(self.layout, log_scale, self.fixed)
 
-    def _logarithms(self, log_scale: Array) -> list[Tensor]:
-        """Logarithms of the scaled masses of each table, which float64 holds whatever the factors."""
-        padded = torch.cat([torch.from_numpy(log_scale), torch.zeros(1, dtype=torch.float64, device="cpu")])
-        return [sum((2 * c * padded[i] for c, i in table.terms), table.mass.log()) for table in self.tables]
-
-    def log_grows(self, log_scale: Array) -> Array:
-        """Logarithms of :attr:`MassPoint.grows`.
-
-        Behind ten layers of weights 1e-40 a unit's factor is about 1e400, which float64 does not hold.
-        """
-        largest = torch.full((self.count + 1,), -math.inf, dtype=torch.float64, device="cpu")
-        parts = []
-        for table, logs in zip(self.tables, self._logarithms(log_scale), strict=True):
-            for c, index in table.terms:
-                if c > 0:
-                    own = index.expand(logs.shape).reshape(-1)
-                    parts.append((own, logs.reshape(-1) + math.log(c)))
-                    largest.scatter_reduce_(0, own, parts[-1][1], "amax")
-        total = torch.zeros_like(largest)
-        for own, logs in parts:
-            total.index_add_(0, own, torch.exp(logs - torch.where(largest.isfinite(), largest, 0.0)[own]))
-        return (total.log() + largest)[:-1].numpy()
-
-    def value_at(self, log_scale: Array) -> float:
-        """The squared L2 norm at log-factors, also where a factor, but not its product with a weight, overflows."""
-        return self.fixed + sum(float(torch.exp(logs).sum()) for logs in self._logarithms(log_scale))
-
     def along(self, direction: Tensor) -> dict[float, float]:
         """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
         padded = torch.cat([direction, direction.new_zeros(1)])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
-from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
+from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.states import as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
@@ -33,14 +33,12 @@ def remove_symmetries(
     scale: Method | None = "min_mass",
     sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
-    normalizations: Convention = "unit_norm",
-    degenerate: Convention = "unit_norm",
     certify: bool = True,
 ) -> dict[str, Tensor]:
     """One representative of a network's orbit: canonical scale, then hidden units in canonical order.
 
-    Residual streams and other tied axes are ordered as one; running statistics move along. The function is unchanged,
-    where there are normalizations up to their epsilons.
+    Weights before a normalization and dead units get unit norm; residual streams and other tied axes are ordered as
+    one. The function is unchanged, where there are normalizations up to their epsilons.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
@@ -52,8 +50,6 @@ def remove_symmetries(
             the same way, after the units in them.
         reference: a state dict to align to instead of sorting. Aligning is the better choice where nearby networks
             should stay nearby: sorting tears apart units whose keys are almost equal.
-        normalizations: what becomes of the scale of weights before a normalization, as in ``canonicalize``.
-        degenerate: what becomes of the scale of dead units, as in ``canonicalize``.
         certify: measure that the outputs of each network stay the same, as in ``canonicalize``. Where the graph holds
             no network to run, an :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
 
@@ -65,14 +61,10 @@ def remove_symmetries(
     lead = _lead(graph, state, sort)
     if lead > 1:
         raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
-
-    def canonical(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _scaled(graph, given, scale, normalizations, degenerate)[1]
-
-    target = None if reference is None else canonical(reference)
+    target = None if reference is None else _scaled(graph, reference, scale)[1]
 
     def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        current = canonical(given)
+        current = _scaled(graph, given, scale)[1]
         current = permute_tensors(graph, _ordering(graph, current, sort, target), current)
         name = "remove_symmetries"
         _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None)
@@ -94,23 +86,18 @@ def removal_element(
     scale: Method | None = "min_mass",
     sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
-    normalizations: Convention = "unit_norm",
-    degenerate: Convention = "unit_norm",
 ) -> tuple[LogScale, Permutation]:
     """The group element by which :func:`remove_symmetries` moves one network: its log-factors, then its permutation.
 
     Applied to any of the network's tensors it gives that tensor of the representative, so that tensors can be compared
     one by one where whole networks do not fit into memory. ``reference`` is brought to the same scale, as there.
-
-    Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights.
-        ValueError: an unknown key, or a stack.
     """
     if _lead(graph, state, sort):
         raise ValueError("removal_element takes one state, this is a stack: call it for each of its networks")
-    log_scale, current = _scaled(graph, state, scale, normalizations, degenerate)
-    target = None if reference is None else _scaled(graph, reference, scale, normalizations, degenerate)[1]
-    return log_scale, _ordering(graph, current, sort, target)
+    log_scale, current = _scaled(graph, state, scale)
+    return log_scale, _ordering(
+        graph, current, sort, None if reference is None else _scaled(graph, reference, scale)[1]
+    )
 
 
 def _lead(graph: SymmetryGraph, state: Mapping[str, Tensor], sort: Key) -> int:
@@ -122,16 +109,12 @@ def _lead(graph: SymmetryGraph, state: Mapping[str, Tensor], sort: Key) -> int:
 
 
 def _scaled(
-    graph: SymmetryGraph,
-    state: Mapping[str, Tensor],
-    scale: Method | None,
-    normalizations: Convention,
-    degenerate: Convention,
+    graph: SymmetryGraph, state: Mapping[str, Tensor], scale: Method | None
 ) -> tuple[LogScale, dict[str, Tensor]]:
     """A network in canonical scale, without a certificate: the whole removal is certified."""
     if scale is None:
         return {}, as_given(state, state)
-    form = canonicalize(graph, state, method=scale, normalizations=normalizations, degenerate=degenerate, certify=False)
+    form = canonicalize(graph, state, method=scale, normalizations="unit_norm", degenerate="unit_norm", certify=False)
     return form.log_scale, form.state
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.scaling.masses import MassTables, filter_counts
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import ScaleGroup
 
@@ -43,12 +44,14 @@ def unit_scales(
         waiting.remove(k)
         units = owner == k
         tables = MassTables(graph, {name: state[name]}, [name], normalizations=whole)
-        log_mass = torch.from_numpy(tables.log_grows(s.numpy()))[units]
-        size = torch.ones_like(log_mass)
+        mass = torch.from_numpy(tables.at(s.numpy()).grows)[units]
+        if not bool(torch.isfinite(mass).all()):
+            raise SymmetryError(f"unit norm needs factors of {name!r} that leave the range of float64")
+        size = torch.ones_like(mass)
         if k >= len(graph.scales):
             size = filter_counts(graph, [name], len(owner))[units]
-        lost[units] = log_mass == -math.inf
-        s[units] = torch.where(lost[units], 0.0, 0.5 * (size.log() - log_mass))
+        lost[units] = mass == 0
+        s[units] = torch.where(lost[units], 0.0, 0.5 * (size.log() - mass.log()))
     return s, lost
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tu_symmetry.files import read_json, write_json
-from tu_symmetry.reporting.grid import Grid, write_grids
+from tu_symmetry.reporting.grid import Grid
 
 RESULTS = "results.json"
 
@@ -30,11 +30,10 @@ class Outcome:
         self.tables = tuple(tables)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, sealed, and every table as CSV, each whole or not at all."""
+        """Write ``results.json``, sealed, whole or not at all."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tables = [grid.to_dict() for grid in self.tables]
         content = {"results": self.results, "headline": self.headline, "tables": tables}
-        write_grids(Path(folder), self.tables)
         write_json(Path(folder) / RESULTS, content, seal=True)
 
     @classmethod
