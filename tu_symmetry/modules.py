@@ -25,7 +25,7 @@ def is_source(value: Any) -> bool:
 
 
 def states_of(source: nn.Module, name: str) -> list[dict[str, Tensor]]:
-    """The state dicts of the networks that a routine, called ``name``, has trained: the members of a deep ensemble, or one.
+    """The state dicts of the networks that a routine, called ``name``, has trained: of all members of an ensemble.
 
     Raises:
         ValueError: no network, or several that are not members of one ensemble: which is meant has to be said.

@@ -27,7 +27,7 @@ def closed() -> Any:
 
 
 def line(barrier: float, losses: list[float]) -> LossBarrier:
-    return LossBarrier(barrier, [0.0, 0.5, 1.0], losses, [0.0] * 3, [1.0] * 3)
+    return LossBarrier(barrier, [0.0, 0.5, 1.0], losses, [0.0] * 3)
 
 
 def graph() -> tus.SymmetryGraph:
@@ -57,7 +57,7 @@ def test_matrices_and_bars() -> None:
     assert axes[0].images[0].get_clim() == axes[1].images[0].get_clim() == (0, 2)  # one scale
     assert [t.get_text() for t in axes[0].get_xticklabels()] == ["a", "b"]
     with pytest.raises(ValueError, match="square"):
-        tus.plot.barriers([1.0, 2.0])
+        tus.plot.barriers({"": [1.0, 2.0]})
     with pytest.raises(ValueError, match="2 axes are needed, and 1"):
         tus.plot.barriers({"before": matrix, "after": matrix}, ax=axes[0])
     _, ax = tus.plot.bars({"mass": [1, 2, 3], "least": [1, 1, 2]}, ["x", "y", "z"], log=True)

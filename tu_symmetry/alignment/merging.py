@@ -158,16 +158,20 @@ def merge(
     def score(state: Mapping[str, Tensor]) -> Scores:
         return measure(model, state, held, functions)
 
+    def score_member(k: int) -> Scores:
+        state = read(graph, networks, k)
+        found = score(state)
+        if math.isnan(found["loss"]):
+            raise ValueError(f"states[{k}]: {_nan_batch(model, state, held, functions['loss'])}")
+        return found
+
     def finish(state: State, ends: Sequence[State], ratios: Sequence[float]) -> State:
         return correct(model, ends, ratios, state, data, correction)
 
     members: list[Scores] = []
     for k in range(len(networks) if functions else 0):  # before the long work: the data may be of no use
         if f"scores/{k}" not in kept:
-            state = read(graph, networks, k)
-            kept[f"scores/{k}"] = score(state)
-            if math.isnan(kept[f"scores/{k}"]["loss"]):
-                raise ValueError(f"states[{k}]: {_nan_batch(model, state, held, functions['loss'])}")
+            kept[f"scores/{k}"] = score_member(k)
         members.append(kept[f"scores/{k}"])
         tell("measure", k + 1)
     if reference is None:  # nothing is permuted, and so nothing is verified
@@ -223,7 +227,7 @@ def _align(
     match = matcher(graph, "weights", solver, "product", None, None)
     target = find_target(graph, networks, anchor, match)
     permutations: list[Permutation] = []
-    certificates = []
+    certificates: list[tuple[Certificate | None, str]] = []
     for k in range(len(networks)):
         state = read(graph, networks, k)
         if k in target.permutations:

@@ -44,7 +44,7 @@ class StageProgress:
 
     def __init__(self, title: str = "", *, clock: Callable[[], float] | None = None) -> None:
         self.title, self._clock = title, clock or time.monotonic
-        self._stage = ""
+        self._stage: str | None = None
         self._first = self._started = 0.0
 
     def line(self, info: Mapping[str, Any]) -> str:
@@ -52,7 +52,7 @@ class StageProgress:
         now, stage, total = self._clock(), str(info.get("stage", "")), info.get("batches")
         counter = next((name for name in _COUNTERS if name in info), "")
         done = float(info.get(counter, 0.0))
-        if stage != self._stage or done < self._first or not self._started:
+        if stage != self._stage or done < self._first:
             self._stage, self._started, self._first = stage, now, done
         steps, seconds = done - self._first, now - self._started
         rate = steps / seconds if steps > 0 and seconds > 0 else 0.0
