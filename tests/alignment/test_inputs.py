@@ -81,17 +81,6 @@ def test_an_ensemble_of_mixed_dtypes_is_aligned(graph: tus.SymmetryGraph, refere
     assert max(result.distances_after) < 0.02 * max(result.distances_before)
 
 
-def test_states_of_different_dtypes_are_interpolated_and_activations_matched(graph: tus.SymmetryGraph) -> None:
-    a, b = states(2)
-    middle = interpolate(a, cast(b, torch.float64), 0.25)
-    assert all(torch.equal(middle[n], t) for n, t in interpolate(a, b, 0.25).items())
-    found = tus.activation_matching(graph, Normed(), a, cast(b, torch.float64), batches())
-    assert all(
-        torch.equal(p, found.permutation[n])
-        for n, p in tus.activation_matching(graph, Normed(), a, b, batches()).permutation.items()
-    )
-
-
 def test_losses_that_are_not_finite_make_no_barrier_of_zero() -> None:
     """``max(0, nan)`` is 0: a network that overflows would look as if it were well connected."""
     a, b = states(2)

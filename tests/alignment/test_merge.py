@@ -108,35 +108,24 @@ def test_a_given_reference_is_what_all_are_aligned_to() -> None:
 def test_scores_say_what_each_step_is_worth() -> None:
     model, graph, states = trained(3, norm=True)
     loader, held = data(), data(seed=1)
-    found = tus.merge(
-        graph,
-        states,
-        model,
-        loader,
-        correction="repair",
-        loss=F.cross_entropy,
-        metrics={"accuracy": accuracy},
-        validation=held,
-    )
-    assert list(found.scores) == ["naive", "aligned", "corrected"]
+    measured: dict[str, Any] = {"loss": F.cross_entropy, "metrics": {"accuracy": accuracy}, "validation": held}
+    found = tus.merge(graph, states, model, loader, correction="repair", **measured)
     aligned = tus.align(graph, states).states
-    corrected = tus.repair(model, aligned, [1 / 3] * 3, tus.mean_state(aligned), loader)
-    for step, state in {
-        "naive": tus.mean_state(states),
-        "aligned": tus.mean_state(aligned),
-        "corrected": corrected,
-    }.items():
-        assert found.scores[step]["loss"] == pytest.approx(mean_loss(model, state, held, F.cross_entropy))
-        assert found.scores[step]["accuracy"] == pytest.approx(mean_loss(model, state, held, accuracy))
-    close(found.state, corrected)
+    expected = {"naive": tus.mean_state(states), "aligned": tus.mean_state(aligned)}
+    expected["corrected"] = tus.repair(model, aligned, [1 / 3] * 3, expected["aligned"], loader)
+    close(found.state, expected["corrected"])
+    assert list(found.scores) == list(expected)
     own = [mean_loss(model, s, held, F.cross_entropy) for s in states]
     assert [m["loss"] for m in found.members] == pytest.approx(own)
-    for step, excess in found.barriers.items():
-        assert excess == pytest.approx(found.scores[step]["loss"] - sum(own) / 3)
+    for step, state in expected.items():
+        assert found.scores[step]["loss"] == pytest.approx(mean_loss(model, state, held, F.cross_entropy))
+        assert found.scores[step]["accuracy"] == pytest.approx(mean_loss(model, state, held, accuracy))
+        assert found.barriers[step] == pytest.approx(found.scores[step]["loss"] - sum(own) / 3)
     assert found.barriers["corrected"] < found.barriers["aligned"] < found.barriers["naive"]
-    halves = tus.merge(graph, states[:2], model, loss=F.cross_entropy, validation=held)
+    halves = tus.merge(graph, states[:2], model, points=3, loss=F.cross_entropy, validation=held)
     path = tus.loss_barrier(model, aligned[0], aligned[1], held, F.cross_entropy, points=3)
     assert max(halves.barriers["aligned"], 0) == pytest.approx(path.barrier)  # the middle of the path
+    assert halves.lines["aligned"][0].losses == pytest.approx(path.losses)
 
 
 @pytest.mark.parametrize("weights", ["equal", [3, 1, 2]])
@@ -149,17 +138,10 @@ def test_a_merge_is_its_steps(correction: Any, weights: Any) -> None:
     by_hand = average(aligned, weights)
     by_hand = correct(model, aligned, found.weights, by_hand, data(), correction)
     assert all(torch.equal(t, by_hand[n]) for n, t in found.state.items())
+    alone = tus.merge(graph, states, model, data(), correction=correction, weights=[0, 1, 0])
+    assert all(torch.equal(t, aligned[1][n]) for n, t in alone.state.items())
     last = found.scores["aligned" if correction == "none" else "corrected"]
     assert last == measure(model, by_hand, data(), {"loss": F.cross_entropy})
-
-
-def test_statistics_are_reestimated_and_kept_for_one() -> None:
-    model, graph, states = trained(2, norm=True)
-    found = tus.merge(graph, states, model, data(), correction="batchnorm")
-    aligned = tus.align(graph, states).states
-    close(found.state, tus.reestimate_batchnorm(model, tus.mean_state(aligned), data()))
-    alone = tus.merge(graph, states, model, data(), correction="batchnorm", weights=[0, 1])
-    assert all(torch.equal(t, aligned[1][n]) for n, t in alone.state.items())
 
 
 def test_what_is_not_permuted_is_not_verified() -> None:

@@ -16,7 +16,6 @@ from tu_symmetry.alignment.barrier import (
     chord,
     chord_excess,
     classifier_scores,
-    fit_temperature,
     interpolate,
     mean_loss,
 )
@@ -156,14 +155,6 @@ def test_merging_a_permuted_copy_costs_nothing_once_it_is_aligned() -> None:
     alone = mean_loss(model, reference, loader, F.cross_entropy)
     assert mean_loss(model, tus.mean_state([reference, aligned]), loader, F.cross_entropy) == pytest.approx(alone)
     assert mean_loss(model, tus.mean_state([reference, state]), loader, F.cross_entropy) > alone
-
-
-def test_temperatures_are_optimal() -> None:
-    """Two classes with logit gap g, right in a share q of cases: the optimum is g / log(q / (1 - q))."""
-    gap, right = 7.0, 80
-    logits = torch.tensor([[gap, 0.0]], dtype=torch.float64).expand(100, 2)
-    labels = torch.tensor([0] * right + [1] * (100 - right))
-    assert fit_temperature(logits, labels) == pytest.approx(gap / math.log(4), rel=1e-5)
 
 
 def test_scores_of_a_classifier() -> None:

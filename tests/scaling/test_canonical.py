@@ -201,15 +201,6 @@ def test_the_gap_bounds_the_distance_to_the_minimum(name: str) -> None:
     assert 0 < (rough.mass_after - least) / rough.mass_after <= rough.relative_gap < 0.1
 
 
-@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
-def test_weights_whose_squares_overflow_are_refused(method: Any) -> None:
-    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    with pytest.raises(tus.SymmetryError, match="leave the range of float64"):
-        tus.canonicalize(graph, {name: 1e160 * t for name, t in state.items()}, method=method)
-    form = tus.canonicalize(graph, {name: 1e70 * t for name, t in state.items()}, method=method)
-    assert all(bool(t.isfinite().all()) for t in form.state.values())
-
-
 def test_no_convergence_is_an_error() -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     with pytest.raises(RuntimeError, match="did not reach its minimum"):
@@ -349,13 +340,3 @@ def test_wrong_arguments() -> None:
         tus.canonicalize(graph, {n: t.unsqueeze(0) for n, t in state.items()})
     with pytest.raises(tus.SymmetryError, match="NaN"):
         tus.canonicalize(graph, state | {"0.bias": state["0.bias"] * math.nan})
-
-
-def test_the_input_is_left_alone_and_dtypes_stay() -> None:
-    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    single = {n: t.float() for n, t in state.items()}
-    copies = {n: t.clone() for n, t in single.items()}
-    form = tus.canonicalize(graph, single)
-    assert all(torch.equal(single[n], t) for n, t in copies.items())
-    assert all(t.dtype == torch.float32 for t in form.state.values())
-    torch.testing.assert_close(form.state["0.weight"].double(), tus.canonicalize(graph, state).state["0.weight"])

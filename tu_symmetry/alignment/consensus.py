@@ -28,21 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """What networks are aligned to.
+    """What networks are aligned to."""
 
-    Attributes:
-        state: the network to match the others to; of a mean and a universe the mean of all that are aligned.
-        index: its number among the networks; None for a mean, a universe and a given network.
-        permutations: those that are known already: the identity of the network itself, all for a mean and a universe.
-        iterations: passes over the networks.
-        search: how it was found: ``candidates`` and ``totals`` of a medoid, ``sweeps`` and ``converged`` otherwise.
-    """
-
-    state: Mapping[str, Tensor]
-    index: int | None = None
-    permutations: Mapping[int, Permutation] = field(default_factory=dict)
-    iterations: int = 1
-    search: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Tensor]  # of a mean and a universe the mean of all that are aligned
+    index: int | None = None  # its number, if it is one of the networks
+    permutations: Mapping[int, Permutation] = field(default_factory=dict)  # those that are known already
+    iterations: int = 1  # passes over the networks
+    search: Mapping[str, Any] = field(default_factory=dict)  # candidates and totals of a medoid; sweeps, converged
 
 
 def find_target(
@@ -58,15 +50,8 @@ def find_target(
 ) -> Target:
     """Find what networks are to be aligned to; they are read when they are asked for, two at a time.
 
-    Args:
-        graph: the symmetry graph, verified.
-        networks: a sequence of states.
-        reference: what is looked for, or a network.
-        match: ``(target, state)`` to a matching; of pairs, and of the running mean.
-        candidates: bound on the networks that are compared for a medoid.
-        max_iterations: bound on the sweeps of a universe.
-        threads: networks that are matched at the same time.
-        progress: called after each network with ``{"step", "done", "total"}``.
+    ``candidates`` bounds the networks that are compared for a medoid, ``max_iterations`` the sweeps of a universe;
+    ``match`` takes a target and a state.
     """
     if not isinstance(reference, str):
         return Target(reference)

@@ -24,21 +24,15 @@ _ORDINARY = 2.0**30
 class Family:
     """A root group and the groups nested in it (heads with their units).
 
-    Attributes:
-        root: the group without parent.
-        children: all groups nested in the root, parents before the groups nested in them.
-        tensors: parameters that the family moves.
-        coupled: whether one tensor is moved by the family in two ways that do not commute with taking a Gram matrix
-            (along two axes, or by two nested groups at the same positions): the objective is then quadratic in the
-            family's own permutation.
-        neighbors: roots of other families that move a parameter of this one (whose change makes its Gram stale).
+    It is coupled if one tensor is moved in two ways that do not commute with taking a Gram matrix (along two axes, or
+    by two nested groups at the same positions): the objective is then quadratic in the family's own permutation.
     """
 
     root: PermutationGroup
-    children: tuple[PermutationGroup, ...]
-    tensors: frozenset[str]
+    children: tuple[PermutationGroup, ...]  # parents before the groups nested in them
+    tensors: frozenset[str]  # parameters that the family moves
     coupled: bool
-    neighbors: set[str] = field(default_factory=set)
+    neighbors: set[str] = field(default_factory=set)  # roots of families that move one of these tensors too
 
     @property
     def groups(self) -> tuple[PermutationGroup, ...]:

@@ -45,18 +45,13 @@ class MovePlan:
 
     Tensors that do not fit are left out: two nested groups move them at the same positions, a group moves them in some
     rows only, or they are moved along more than two axes.
-
-    Attributes:
-        families: the families of groups.
-        shapes: of all tensors.
-        moves: tensor to axis to ``(group, positions [units, copies])``; every position is moved by one group at most.
-        sizes: number of units of each group, blocks flattened.
     """
 
     families: list[Family]
     shapes: Mapping[str, tuple[int, ...]]
+    # tensor to axis to (group, positions [units, copies]); every position is moved by one group at most
     moves: dict[str, dict[int, list[tuple[str, Tensor]]]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # number of units of each group, blocks flattened
 
     @classmethod
     def of(cls, graph: SymmetryGraph) -> MovePlan:
@@ -93,27 +88,15 @@ class MovePlan:
 
 @dataclass
 class Part:
-    """One group's positions along one axis of a tensor that is moved along one or two axes.
-
-    Attributes:
-        tensor: its name.
-        axis: the axis whose units are compared.
-        other: the other moved axis, or None.
-        kind: which of the group's sums it is a part of: 0 without another axis, else 1 or 2.
-        index: the positions of the units, ``[units, copies]``.
-        left: the reference as ``[positions of the other axis, everything else, units]``; made when first needed.
-        right: the state in the same layout.
-        order: the order of the other axis at which the sum that it is a part of holds.
-    """
+    """One group's positions along one axis of a tensor that is moved along one or two axes."""
 
     tensor: str
-    axis: int
-    other: int | None
-    kind: int
-    index: Tensor
-    left: Tensor | None = None
-    right: Tensor | None = None
-    order: Tensor | None = None
+    axis: int  # whose units are compared
+    other: int | None  # the other moved axis
+    index: Tensor  # positions of the units, [units, copies]
+    left: Tensor | None = None  # the reference as [positions along other, everything else, units]; made when needed
+    right: Tensor | None = None  # the state in the same layout
+    order: Tensor | None = None  # of the other axis, at which the sum that this is a part of holds
 
 
 class PairProducts:
@@ -131,7 +114,7 @@ class PairProducts:
                 other = next((a for a in axes if a != axis), None)
                 kind = 0 if other is None else 1 if axis == axes[0] else 2
                 for group, index in moves[axis]:
-                    self.parts[group, kind].append(Part(name, axis, other, kind, index))
+                    self.parts[group, kind].append(Part(name, axis, other, index))
         self._sums: dict[tuple[str, int], Tensor] = {}
 
     def sums(self, group: str, orders: Orders) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,13 +219,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class WeightSimilarities:
-    """What speaks for pairing the units of two networks, family by family, with the other families' permutations.
-
-    Attributes:
-        plan: what moves what.
-        products: the kept matrices.
-        prices: from assignments of these similarities, to begin the next ones with.
-    """
+    """What speaks for pairing the units of two networks, family by family, with the other families' permutations."""
 
     def __init__(
         self,
@@ -255,7 +232,7 @@ class WeightSimilarities:
         self.graph, self.reference, self.state = graph, reference, state
         self.plan = plan or MovePlan.of(graph)
         self.products = PairProducts(self.plan, reference, state)
-        self.prices: dict[str, Tensor] = {}
+        self.prices: dict[str, Tensor] = {}  # from assignments, to begin the next ones with
 
     @classmethod
     def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Self:
@@ -271,11 +248,10 @@ class WeightSimilarities:
         return sum(numbers([(self.reference[n] * there[n]).sum(dtype=torch.float64) for n in family.tensors]))
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What speaks for pairing units of each group of a family, all other families' permutations applied.
+        """For each group of a family ``[blocks * size, blocks * size]`` on the host, other families' groups applied.
 
-        Returns:
-            For each group ``[blocks * size, blocks * size]`` on the host, over the positions that no deeper group
-            moves. Where a root moves a tensor along two axes, the other axis is in the order of ``permutation``.
+        It is over the positions that no deeper group moves. Where a root moves a tensor along two axes, the other axis
+        is in the order of ``permutation``.
         """
         if any(n not in self.plan.moves for n in family.tensors):
             return self.grams_anew(family, permutation)
@@ -314,11 +290,9 @@ class WeightSimilarities:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Pieces of a coupled family, float64 on the host; every tensor counts in one piece.
 
-        Returns:
-            The root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested right
-            in the root the Gram of all pairs of units of all pairs of blocks, ``[H, n, H, n]``, given the inner
-            permutations of the other nested groups. A tensor that several groups move counts for ``moving`` if that
-            is among them.
+        They are the root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested
+        right in the root ``[H, n, H, n]``, given the inner permutations of the others. A tensor that several groups
+        move counts for ``moving`` if that is among them.
         """
         root = family.root
         there = self._moved(family.tensors, permutation, family.names)

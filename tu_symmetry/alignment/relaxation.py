@@ -23,21 +23,15 @@ _LANDINGS = 3  # steps of full length after which the rest is left to a descent
 
 
 class RelaxedPair:
-    """A pair of networks with a doubly stochastic matrix on each group, in the space of units alone.
-
-    Attributes:
-        matrices: group to ``[units, units]``.
-        similarities: group to its three sums of Gram matrices (see :class:`PairProducts`).
-    """
+    """A pair of networks with a doubly stochastic matrix on each group, at first the barycenter."""
 
     def __init__(self, products: PairProducts) -> None:
-        """Start at the barycenter."""
         self.products, self.plan = products, products.plan
         like = next(iter(products.reference.values()))
         self.matrices = {
             g: torch.full((n, n), 1.0 / n, dtype=like.dtype, device=like.device) for g, n in self.plan.sizes.items()
         }
-        self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}
+        self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}  # three sums each
 
     def vertex(self) -> tuple[Permutation, dict[str, Tensor], float, float]:
         """The best vertex for the gradient: as a permutation, as sources of units, the gain, and its scale."""
@@ -97,10 +91,7 @@ def frank_wolfe(products: PairProducts) -> tuple[Permutation, int]:
     """Maximize the matching objective of two networks over doubly stochastic matrices, then assign.
 
     The relaxation ends when the gap closes, or when a step has landed on a vertex for the third time: from there it
-    goes on between permutations, and a descent does that at a lower cost.
-
-    Returns:
-        A permutation (of the groups that move a parameter), and the number of iterations.
+    goes on between permutations, and a descent does that at a lower cost. The number of iterations comes with it.
     """
     pair = RelaxedPair(products)
     landings = iteration = 0

@@ -31,12 +31,9 @@ _SQUARED = 1e140  # entries whose squares, and sums of them, float64 holds with 
 
 
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
-    """Names of the tensors whose squared norm counts, as the graph calls them.
+    """Names of the tensors whose squared norm counts, as the graph calls them; all parameters for None.
 
-    Args:
-        graph: the symmetry graph.
-        parameters: what the regularizer counts: names or shell patterns (``"*.weight"``), or a predicate of the name.
-            All parameters, and no buffers, if left out. For a tied tensor any of its names will do.
+    They are given by names or shell patterns (``"*.weight"``), for a tied tensor by any of its names, or a predicate.
 
     Raises:
         ValueError: for a name or pattern that fits no tensor.
@@ -57,18 +54,11 @@ def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = Non
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Masses and the factors that multiply them.
-
-    Attributes:
-        mass: squared weights.
-        terms: exponents and the numbers of their factors, which broadcast against the masses.
-        sides: of a matrix the same for its rows and for its columns, ``[rows]`` and ``[columns]`` each; None for other
-            tables (biases, grouped convolutions, packed heads).
-    """
+    """Masses (squared weights) and the factors that multiply them."""
 
     mass: Tensor
-    terms: Terms
-    sides: tuple[Terms, Terms] | None = None
+    terms: Terms  # exponents and the numbers of their factors, which broadcast against the masses
+    sides: tuple[Terms, Terms] | None = None  # of a matrix the same for its rows, [rows], and columns, [columns]
 
     @classmethod
     def of(cls, mass: Tensor, terms: Terms) -> Table:
@@ -111,17 +101,7 @@ def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, 
 class MassTables:
     """Tables of squared weights; :meth:`at` gives value, gradient and curvature of the mass at log-factors (float64).
 
-    Args:
-        graph: the symmetry graph.
-        state: state dict.
-        parameters: names of the tensors that count, see :func:`counted_parameters`.
-        normalizations: whether the factors of normalization groups are variables too; they are one otherwise, and
-            ``count`` covers the scale groups alone.
-
-    Attributes:
-        count: number of factors: of all scale groups, then of all normalization groups.
-        fixed: mass of the tensors that no factor touches.
-        tables: the others, as squared weights and the factors that multiply them.
+    There are ``count`` factors: of all scale groups and, with ``normalizations``, of all normalization groups.
 
     Raises:
         SymmetryError: double-precision weights whose squares float64 does not hold.
@@ -137,7 +117,7 @@ class MassTables:
     ) -> None:
         groups = (*graph.scales, *graph.normalizations) if normalizations else graph.scales
         self.count = sum(g.size for g in groups)
-        self.fixed = 0.0
+        self.fixed = 0.0  # mass of the tensors that no factor touches
         self.tables: list[Table] = []
         counted = counted_parameters(graph, parameters)
         largest: dict[str, float] = {}
@@ -185,16 +165,8 @@ class MassTables:
 class Layout:
     """All tables in one vector of *places*, so that a few operations on long vectors evaluate everything.
 
-    A place is a single entry, or a row or a column of a matrix. Its scale is ``exp(2 c . s)`` with the exponents in its
-    row of ``exponents``; a matrix entry's scale is that of its row times that of its column.
-
-    Attributes:
-        exponents: ``[places, count]``, sparse.
-        sides: ``[2 count, places]``, sparse: adds up what grows with each factor, then what shrinks.
-        squares: the same with squared exponents; None if all exponents are one or minus one.
-        single: masses of the places that are single entries; these come first, then all rows, then all columns.
-        matrices: squared weights with the places of their rows and those of their columns.
-        disjoint: the number of places, from the first on, that hold all mass once: all but the columns.
+    A place is a single entry, or a row or a column of a matrix; first come all entries, then all rows, then all
+    columns. Its scale is ``exp(2 c . s)`` with its row of ``exponents``; that of a matrix entry is a product of two.
     """
 
     def __init__(self, tables: Sequence[Table], count: int) -> None:
@@ -219,11 +191,12 @@ class Layout:
         self.single = np.concatenate([np.zeros(0), *(table.mass.reshape(-1).numpy() for table in singles)])
         pairs = [(table.mass.numpy(), *table.sides) for table in tables if table.sides is not None]
         rows = [add(mass.shape[0], terms) for mass, terms, _ in pairs]
-        self.disjoint = self.size
+        self.disjoint = self.size  # places up to here hold all mass once
         columns = [add(mass.shape[1], terms) for mass, _, terms in pairs]
         self.matrices = [(mass, r, c) for (mass, _, _), r, c in zip(pairs, rows, columns, strict=True)]
         places, factors, exponents = (np.concatenate(parts) for parts in (place, factor, exponent))
         self.exponents = csr_array((exponents, (places, factors)), (self.size, count))
+        # sums over places of what grows with each factor, then of what shrinks; the same with squared exponents
         side = np.where(exponents > 0, factors, factors + count)
         self.sides = csr_array((np.abs(exponents), (side, places)), (2 * count, self.size))
         self.squares = self.sides.multiply(self.sides).tocsr() if (self.sides.data != 1).any() else None
@@ -239,13 +212,7 @@ class Layout:
 
 
 class MassPoint:
-    """The mass at one point.
-
-    Attributes:
-        value: the squared L2 norm.
-        grows: for each factor the mass that grows with it, weighted by the exponent.
-        shrinks: the same for the mass that shrinks.
-    """
+    """The mass at one point: ``value``, and for each factor what ``grows`` and ``shrinks`` with it, by exponents."""
 
     def __init__(self, layout: Layout, log_scale: Array, fixed: float) -> None:
         self._layout = layout

@@ -27,21 +27,13 @@ _TINY = 1e-300
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where the mass is least, and how sure that is.
+    """Where the mass is least, and how sure that is."""
 
-    Attributes:
-        log_scale: minimizing log-factors ``[count]``.
-        mass: the mass there.
-        gradient_norm: norm of the objective's gradient, relative to the mass.
-        relative_gap: certified upper bound of ``(F(s) - min F) / F(s)``, from a feasible point of the dual problem.
-        iterations: Newton steps.
-    """
-
-    log_scale: Tensor
+    log_scale: Tensor  # minimizing log-factors [count]
     mass: float
-    gradient_norm: float
-    relative_gap: float
-    iterations: int
+    gradient_norm: float  # of the objective, relative to the mass
+    relative_gap: float  # certified upper bound of (F(s) - min F) / F(s), from a feasible point of the dual problem
+    iterations: int  # Newton steps
 
 
 @np.errstate(all="ignore")  # trials that are too long overflow, and are refused for it
