@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.matching import weight_distance
-from tu_symmetry.alignment.products import KeptSimilarities
+from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.alignment.relaxation import RelaxedPair
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
 from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
@@ -88,7 +88,7 @@ def test_iterations_of_a_relaxation(waits: Waits) -> None:
         model = network(hidden)
         graph = tus.discover_symmetries(model, torch.randn(2, 4))
         graph.require_verified()
-        pair = RelaxedPair(KeptSimilarities.of(graph, state(model, 0), state(model, 1)).products)
+        pair = RelaxedPair(WeightSimilarities.of(graph, state(model, 0), state(model, 1)).products)
         assert waits(pair.vertex) == 1
         _, sources, gap, _ = pair.vertex()
         counts.append(waits(lambda pair=pair, sources=sources, gap=gap: pair.advance(sources, gap)))  # type: ignore[misc]

@@ -81,7 +81,6 @@ def spoiled(kind: str, good: Mapping[str, Tensor]) -> State:
 ONE: dict[str, Callable[[State], Any]] = {
     "apply_permutation": lambda s: tus.apply_permutation(graph(), tus.random_permutation(graph()), s),
     "apply_scale": lambda s: tus.apply_scale(graph(), tus.random_scale(graph()), s),
-    "scale_with_epsilon": lambda s: tus.scaling.scale_with_epsilon(graph(), tus.random_scale(graph()), s, {}),
     "weight_matching reference": lambda s: tus.weight_matching(graph(), s, state(1)),
     "weight_matching": lambda s: tus.weight_matching(graph(), state(1), s),
     "activation_matching reference": lambda s: tus.activation_matching(graph(), MODEL, s, state(1), loader()),
@@ -115,8 +114,6 @@ ONE: dict[str, Callable[[State], Any]] = {
     "mean_loss": lambda s: barrier.mean_loss(MODEL, s, loader(), F.cross_entropy),
     "loss_barrier": lambda s: tus.loss_barrier(MODEL, state(1), s, loader(), F.cross_entropy, points=3),
     "loss_barrier from": lambda s: tus.loss_barrier(MODEL, s, state(1), loader(), F.cross_entropy, points=3),
-    "tempered_loss_barrier": lambda s: barrier.tempered_loss_barrier(MODEL, state(1), s, loader(), points=3),
-    "barrier_matrix": lambda s: barrier.barrier_matrix(MODEL, [state(1), s], loader(), F.cross_entropy, points=3),
     "mean_state": lambda s: tus.mean_state([state(1), s]),
     "average": lambda s: tus.alignment.average([state(1), s]),
     "correct": lambda s: tus.alignment.correct(MODEL, [state(1), s], [0.5, 0.5], state(2), loader(), "repair"),

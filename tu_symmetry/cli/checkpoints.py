@@ -209,7 +209,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 "
-        "--alpha 'layer4.*=0.5' --out merged.safetensors"
+        "--out merged.safetensors"
     )
     _add_sources(parser, out="the merged network", metavar="FILE.safetensors", merging=True)
     shares = parser.add_mutually_exclusive_group()
@@ -217,17 +217,13 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         "--weights",
         nargs="+",
         default=["equal"],
-        metavar="equal|greedy|W",
-        help="share of each network: equal, a number for each file, or greedy (networks are added in the order of "
-        "their losses on --data if the merged one gets no worse; default: equal)",
+        metavar="equal|W",
+        help="share of each network: equal, or a number for each file (default: equal)",
     )
     shares.add_argument(
         "--alpha",
-        action="append",
-        default=[],
-        metavar="A|PATTERN=A",
-        help="of two networks, the share of the second, from 0 to 1; for tensors whose names match a pattern with "
-        "PATTERN=A, where the last that matches counts; may be repeated",
+        metavar="A",
+        help="of two networks, the share of the second, from 0 to 1",
     )
     parser.add_argument(
         "--only",
@@ -320,7 +316,7 @@ def _reference(source: str) -> Any:
     return found[0]
 
 
-def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
+def _shares(weights: list[str], alpha: str | None, count: int) -> Weights:
     """What ``--weights`` and ``--alpha`` say.
 
     Raises:
@@ -334,20 +330,14 @@ def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
         except ValueError:
             raise FileError(f"{option} {text!r} is no number") from None
 
-    if not alpha:
-        if weights in (["equal"], ["greedy"]):
-            return "equal" if weights == ["equal"] else "greedy"
-        return [number(text, "--weights") for text in weights]
+    if alpha is None:
+        return "equal" if weights == ["equal"] else [number(text, "--weights") for text in weights]
     if count != 2:
         raise FileError(f"--alpha is the share of the second of two networks, and there are {count}: use --weights")
-    shares: dict[str, list[float]] = {"*": [0.5, 0.5]}
-    for text in alpha:
-        pattern, _, value = text.rpartition("=")
-        share = number(value, "--alpha")
-        if not 0 <= share <= 1:
-            raise FileError(f"--alpha {text}: a share is between 0 and 1")
-        shares[pattern or "*"] = [1 - share, share]
-    return shares if len(shares) > 1 else shares["*"]
+    share = number(alpha, "--alpha")
+    if not 0 <= share <= 1:
+        raise FileError(f"--alpha {alpha}: a share is between 0 and 1")
+    return [1 - share, share]
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
@@ -392,9 +382,9 @@ def _add_barriers(parser: argparse.ArgumentParser) -> None:
         "--correction",
         nargs="+",
         default=[],
-        choices=["none", "batchnorm", "repair", "tempered"],
-        help="interpolated networks as they are, with BatchNorm statistics re-estimated, after REPAIR, and with the "
-        "softmax temperature tuned (default: none, and batchnorm for a network that has BatchNorm)",
+        choices=["none", "batchnorm", "repair"],
+        help="interpolated networks as they are, with BatchNorm statistics re-estimated, and after REPAIR (default: "
+        "none, and batchnorm for a network that has BatchNorm)",
     )
 
 

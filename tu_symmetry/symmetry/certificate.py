@@ -258,8 +258,8 @@ def measured(
     if not by_epsilon.holds:
         warnings.warn(
             f"{name}: the outputs change by {by_epsilon.change:.1e} of their norm. The epsilons of normalizations make "
-            "this change: without them the outputs stay the same. Fold those of batch normalizations "
-            "(epsilons=normalization_epsilons(model)), or leave such scales alone",
+            "this change: without them the outputs stay the same. Leave such scales alone, or make the "
+            "epsilons smaller",
             EpsilonWarning,
             stacklevel=4,
         )

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tu_symmetry.files import FileError, digest_of, read_json, write_json
-from tu_symmetry.reporting.grid import Grid, write_grids
+from tu_symmetry.reporting.grid import Grid
 
 RESULTS = "results.json"
 
@@ -31,10 +31,9 @@ class Outcome:
         self.tables = tuple(tables)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, sealed, and every table as CSV and LaTeX, each whole or not at all."""
+        """Write ``results.json``, sealed, whole or not at all."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tables = [grid.to_dict() for grid in self.tables]
-        write_grids(Path(folder), self.tables)
         content = {"results": self.results, "headline": self.headline, "tables": tables}
         write_json(Path(folder) / RESULTS, content, seal=True)
 
