@@ -179,7 +179,8 @@ def merge(
             read(graph, networks, k)
             tell("align", k + 1)
         permutations = [identity_permutation(graph)] * len(networks)
-        certificates, uncertified = [], "the networks were merged as they are"
+        certificates: list[Certificate] = []
+        uncertified = "the networks were merged as they are"
     else:
         permutations, certificates, uncertified = _align(graph, networks, reference, solver, certify, kept, tell)
     aligned = networks.permuted(graph, permutations)

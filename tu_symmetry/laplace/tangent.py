@@ -161,6 +161,10 @@ class TangentModel:
         """The same for other parameters, or for a copy of the network."""
         return TangentModel(self.model if model is None else model, names, class_axis=self.class_axis)
 
+    def read(self, found: Any, batch: int) -> Tensor:
+        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
+        return as_outputs(found, batch, self.class_axis)
+
     def checked(self, found: Any, batch: int) -> Tensor:
         """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, all finite."""
         return check_outputs(found, batch, self.class_axis)
@@ -211,7 +215,7 @@ class TangentModel:
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
             found = functional_call(self.model, {**weights, **parameters}, args, kwargs)
-            return as_outputs(found, batch_size(inputs), self.class_axis)
+            return self.read(found, batch_size(inputs))
 
         return outputs
 
