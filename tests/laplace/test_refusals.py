@@ -319,7 +319,7 @@ LOADERS: list[tuple[str, Any, type[Exception], str]] = [
     ("classification", [X], TypeError, r"\(inputs, targets\)"),
     ("classification", [{"x": X, "y": Y}], TypeError, "one of the names"),
     ("classification", [(X, Y), (NAN, Y)], ValueError, "NaN or infinite"),
-    ("classification", [(X, Y + 1)], ValueError, r"targets lie in \[1, 3\].*3 outputs"),
+    ("classification", [(X, Y + 1)], ValueError, r"targets lie in \[1, 3\].*classes 0 to 2"),
     ("classification", [(X, Y - 100)], ValueError, "ignore_index"),
     ("classification", [(X, Y.double())], ValueError, "class numbers"),
     ("classification", [(X, Y[:4])], ValueError, r"\(4,\)"),
