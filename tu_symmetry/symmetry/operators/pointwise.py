@@ -113,6 +113,13 @@ register_rule("polar")(lambda call: scaled_as_first(call, call["abs"], call["ang
 register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1))))
 
 
+@register_rule("fake_quantize_per_channel_affine", traits=("combines",))
+def _quantize(call: Call) -> Value:
+    value, axis = call["self"], call.axis("axis")
+    frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
+    return elementwise(call.on(value, *(views.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point"))))
+
+
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))
 @register_rule("sign sgn isnan isinf isfinite isposinf isneginf signbit angle")
 def _scale_free(call: Call) -> Value:
