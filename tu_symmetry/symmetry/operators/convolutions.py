@@ -193,22 +193,13 @@ def _with_positions(call: Call, value: Value) -> list[Value]:
     return [result, replace(result, scale=())][: len(call.outputs)]
 
 
-@register_rule("torchvision.roi_align", "torchvision.roi_pool")
-def _roi(call: Call) -> list[Value]:
-    """Each channel pooled over regions, of which each names its image."""
+@register_rule("torchvision.roi_align", "torchvision.roi_pool", "grid_sampler")
+def _sample(call: Call) -> list[Value]:
+    """Each channel pooled over regions, of which each names its image, or read at positions that are computed."""
     value: Value = call["input"]
     call.pin("rois", "regions of an image")
-    for axis in (3, 2, 0):
-        value = views.drop(call.ledger, views.mix(call.ledger, value, axis, "regions of an image"), axis, keep=True)
-    return _with_positions(call, value)
-
-
-@register_rule("grid_sampler")
-def _sample(call: Call) -> Value:
-    """Each channel at positions that are computed, for each sample its own."""
-    value: Value = call["input"]
     call.pin("grid", "positions in an image")
-    return replace(views.mix(call.ledger, value, (0, *range(2, value.ndim)), "spatial position"), shape=call.shape)
+    return _with_positions(call, views.mix(call.ledger, value, (0, *range(2, value.ndim)), "regions of an image"))
 
 
 @register_rule("col2im")
