@@ -86,11 +86,7 @@ DEGREE = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
 SPACE = {"math": math, "torch": torch, "nn": nn, "F": F, "parametrizations": parametrizations, "prune": prune,
          "DropBlock": DropBlock, "WeightStandardized": WeightStandardized, "Sinusoids": Sinusoids, "Sine": Sine,
          "TiedWords": TiedWords, "zeroed": zeroed, "DEGREE": DEGREE}  # fmt: skip
-KINDS = {
-    None: "",
-    "layers": "a=(5, 8), b=(8, 8), c=(8, 3)",
-    "attends": "qkv=(5, 18), out=(6, 4), head=(4, 2)",
-}
+KINDS = {None: "", "layers": "a=(5, 8), b=(8, 8), c=(8, 3)", "attends": "qkv=(5, 18), out=(6, 4), head=(4, 2)"}
 SOURCE = """
 # residual networks and their shortcuts
 option_a(x=(2, 3, 4, 4)) finds stem.weight one.weight

@@ -92,12 +92,7 @@ def _quiet() -> Iterator[None]:
 
 
 def trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    record: bool = False,
-    training: bool = False,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, record: bool = False, training: bool = False
 ) -> Trace:
     """Trace a copy of the model, in training or evaluation mode.
 
@@ -170,13 +165,7 @@ def with_other_sizes(
 
 
 def _recorded_instead(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    error: Exception,
-    *,
-    record: bool,
-    batched: bool,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception, *, record: bool, batched: bool
 ) -> Trace:
     """The way that the example inputs take, where export fails: if it is the only one, or is asked for."""
     place = _place(error)

@@ -178,7 +178,7 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
 @register_rule(
     "max_pool3d_with_indices max_pool2d_with_indices upsample_nearest1d upsample_nearest2d upsample_nearest3d "
     "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d "
-    "_upsample_bilinear2d_aa fractional_max_pool2d _upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa fractional_max_pool2d _upsample_bicubic2d_aa"
 )
 def _pool(call: Call) -> list[Value]:
     value: Value = call.get("self", call.get("input"))

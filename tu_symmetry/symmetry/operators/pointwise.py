@@ -85,8 +85,7 @@ def homogeneous(call: Call) -> list[Value]:
 
 
 @register_rule(
-    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__",
-    traits=("combines",),
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", traits=("combines",)
 )
 @register_rule(
     "exp gelu silu sigmoid tanh elu selu celu mish softplus hardswish hardsigmoid hardtanh relu6 log log1p expm1 "
@@ -94,7 +93,7 @@ def homogeneous(call: Call) -> list[Value]:
     "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
     "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
     "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
-    "fake_quantize_per_tensor_affine",
+    "fake_quantize_per_tensor_affine"
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
@@ -261,7 +260,7 @@ def _where(call: Call) -> Value | list[Value]:
 
 @register_rule(
     "tanh_backward sigmoid_backward silu_backward gelu_backward softplus_backward elu_backward hardtanh_backward "
-    "hardswish_backward mish_backward threshold_backward leaky_relu_backward",
+    "hardswish_backward mish_backward threshold_backward leaky_relu_backward"
 )
 def _derivative(call: Call) -> Value:
     """What arrives from behind, times the slope at what went in (or came out), of which a ReLU's asks the sign only."""
