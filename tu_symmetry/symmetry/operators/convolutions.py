@@ -42,19 +42,12 @@ def _conv(call: Call) -> Value:
         if weight.labels[k]:
             ledger.pin_label(weight.labels[k], "kernel position")
             weight = ledger.relabel(weight, k, (), "kernel position")
-    scale = []
-    for term in weight.scale:
-        if any(n > 1 for n in term[1].shape[2:]):
-            ledger.pin_scale((term,))
-        else:
-            scale.append((term[0], term[1].reshape(term[1].shape[:2])))
-    kernel = Value(
-        weight.shape[:2],
-        tuple(tuple(c.reshape(c.shape[:2]) for c in lab) for lab in weight.labels[:2]),
-        weight.reasons[:2],
-        tuple(scale),
-        weight.parameter if groups > 1 else None,
-    )
+    terms = [(c, v) for c, v in weight.scale if all(n == 1 for n in v.shape[2:])]
+    for c, v in weight.scale:
+        if any(n > 1 for n in v.shape[2:]):
+            ledger.pin_scale(((c, v),))
+    kernel = views.arranged(replace(weight, scale=tuple(terms)), (0, 1), lambda a: a.reshape(a.shape[:2]))
+    kernel = replace(kernel, parameter=weight.parameter if groups > 1 else None)
     inputs = views.channel(ledger, value, axis)
     if groups == 1:
         ledger.observe(kernel)
