@@ -214,19 +214,44 @@ def copies(ledger: Ledger, value: Value, axis: int, count: int, *, inner: bool) 
     return reshape(ledger, wide, value.with_axis(axis, size=count * value.shape[axis]).shape)
 
 
+def laid(value: Value, places: Sequence[int], ndim: int) -> Value:
+    """A tensor with more axes, of size one: the axes of the value stand at these places."""
+    order = sorted(range(value.ndim), key=places.__getitem__)
+
+    def move(array: Array) -> Array:
+        shape = [1] * ndim
+        for k in order:
+            shape[places[k]] = array.shape[k]
+        return array.transpose(order).reshape(shape)
+
+    found = arranged(value, range(value.ndim), move)
+    at = {place: k for k, place in enumerate(places)}
+    return replace(
+        found,
+        shape=tuple(found.shape[at[k]] if k in at else 1 for k in range(ndim)),
+        labels=tuple(found.labels[at[k]] if k in at else () for k in range(ndim)),
+        reasons=tuple(found.reasons[at[k]] if k in at else "" for k in range(ndim)),
+    )
+
+
 def pad_left(value: Value, ndim: int) -> Value:
     """Add axes of size one in front, as broadcasting does."""
-    extra = ndim - value.ndim
-    if extra <= 0:
-        return value
-    ones = (1,) * extra
-    return replace(
-        value,
-        shape=ones + value.shape,
-        labels=((),) * extra + tuple(tuple(c.reshape(ones + c.shape) for c in lab) for lab in value.labels),
-        reasons=("",) * extra + value.reasons,
-        scale=tuple((c, v.reshape(ones + v.shape)) for c, v in value.scale),
-    )
+    return laid(value, range(ndim - value.ndim, ndim), ndim) if ndim > value.ndim else value
+
+
+def together(ledger: Ledger, aligned: Sequence[Value], order: Sequence[int]) -> Value:
+    """Unify the labels of tensors that broadcast against each other, axis by axis in some order; without a scale."""
+    shape = np.broadcast_shapes(*(v.shape for v in aligned))
+    labels: list[Label] = [()] * len(shape)
+    reasons = [""] * len(shape)
+    for axis in order:
+        met = [v for v in aligned if v.shape[axis] != 1]
+        for value in met[:1]:
+            labels[axis], reasons[axis] = value.labels[axis], value.reasons[axis]
+        for value in met[1:]:
+            label = ledger.unify(labels[axis], value.labels[axis], reasons[axis], value.reasons[axis], axis, labels)
+            labels[axis], reasons[axis] = label, reasons[axis] or value.reasons[axis]
+    return Value(shape, tuple(labels), tuple(reasons))
 
 
 def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:

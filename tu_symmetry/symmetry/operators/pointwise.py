@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
+from tu_symmetry.symmetry.algebra import Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
 
@@ -16,17 +16,7 @@ def join_labels(ledger: Ledger, values: Sequence[Value], shape: tuple[int, ...])
     """Align broadcast operands, unify their labels, and return them with an unscaled result."""
     ndim = len(shape)
     aligned = [views.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
-    labels: list[Label] = [()] * ndim
-    reasons = [""] * ndim
-    for axis in range(ndim):
-        met = [v for v in aligned if v.shape[axis] != 1]
-        for value in met[:1]:
-            labels[axis], reasons[axis] = value.labels[axis], value.reasons[axis]
-        for value in met[1:]:
-            others = [*labels[:axis], *((),) * (ndim - axis)]
-            label = ledger.unify(labels[axis], value.labels[axis], reasons[axis], value.reasons[axis], axis, others)
-            labels[axis], reasons[axis] = label, reasons[axis] or value.reasons[axis]
-    return aligned, Value(shape, tuple(labels), tuple(reasons))
+    return aligned, replace(views.together(ledger, aligned, range(ndim)), shape=shape)
 
 
 def _nest_parameters(ledger: Ledger, values: Sequence[Value], ndim: int) -> list[Value]:
