@@ -83,11 +83,11 @@ class _Interpreter:
         self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
     ) -> None:
         self.ledger, self.module, self.reading, self.following = ledger, module, reading, following
-        self.env: dict[Node, Any] = {}
-        self.root: dict[Node, Node] = {}
+        self.env: dict[Node, Any] = {}  # what stands for a node: values, a Parameter, a constant tensor, or a number
+        self.root: dict[Node, Node] = {}  # for a view the node whose memory it shares
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
         self.compares = any(map(finds_positions, module.graph.nodes))
-        self.zero: set[Node] = set()
+        self.zero: set[Node] = set()  # the nodes that rules are told about by these names
         self.statistic: set[Node] = set()
         self.sole: set[Node] = set()
         self.distinct = Distinct()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -117,7 +118,7 @@ def drop(ledger: Ledger, value: Value, axes: int | Iterable[int], *, keep: bool 
         if keep:
             value = replace(value.with_axis(axis, size=1, label=()), parameter=None)
         else:
-            value = arranged(value, [k for k in range(value.ndim) if k != axis], lambda a, axis=axis: a.squeeze(axis))
+            value = arranged(value, [k for k in range(value.ndim) if k != axis], partial(np.squeeze, axis=axis))
     return value
 
 
@@ -336,11 +337,11 @@ def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int 
     found = arranged(value, rest, lambda a: tighten(along_diagonal(a)))
     label: Label = ()
     if size > 1:
-        sides = [
+        one, two = (
             tuple(along_diagonal(independent(ledger, c, other)) for c in value.labels[axis])
             for axis, other in ((first, second), (second, first))
-        ]
-        label = ledger.unify(*sides, value.reasons[first], value.reasons[second], len(rest), [*found.labels, ()])
+        )
+        label = ledger.unify(one, two, value.reasons[first], value.reasons[second], len(rest), [*found.labels, ()])
     reason = value.reasons[first] or value.reasons[second]
     return Value((*found.shape, size), (*found.labels, label), (*found.reasons, reason), found.scale)
 
