@@ -97,7 +97,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "discover_symmetries": lambda p: tus.discover_symmetries(net(), torch.zeros(2, 4)),
     "verify_symmetries": lambda p: tus.verify_symmetries(graph(), net(), torch.zeros(2, 4), seed=3),
     "load_state": lambda p: tus.load_state(Module()),
-    "certify": lambda p: tus.certify(graph(), *states(), model=net(), example_inputs=torch.zeros(2, 4)),
+    "certify": lambda p: tus.certify(graph(), *states()),
     "require_certificate": lambda p: tus.symmetry.require_certificate(
         tus.symmetry.Certificate(0.0, 1.0, torch.float32, 3), "it"
     ),
