@@ -227,21 +227,11 @@ def test_training_again_takes_the_old_approximation_back() -> None:
     same(callback.laplace, by_hand(routine.model, evaluate_at="map"))
 
 
-class Averaged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.core_model, self.ema_model = net(), net()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.core_model if self.training else self.ema_model)(x)
-
-
 def test_which_network() -> None:
-    with pytest.raises(ValueError, match=r"core_model, ema_model.*network='model.ema_model'"):
-        trainer(Fit()).fit(Routine(Averaged()), Data())
-    routine, callback = Routine(Averaged()), Fit(evaluate_at="map", network="model.ema_model")
+    routine, callback = Routine(), Fit(evaluate_at="map", network="other.1")
+    routine.other = nn.Sequential(nn.Identity(), routine.model)
     trainer(callback).fit(routine, Data())
-    assert callback.laplace is not None and callback.laplace.model is routine.model.ema_model
+    assert callback.laplace is not None and callback.laplace.model is routine.model
     other = Routine()
     other.backbone = other.model
     del other.model
@@ -426,15 +416,6 @@ def test_a_path_of_ones_own_and_nothing_without_checkpoints(tmp_path: Path, monk
     assert LinearizedLaplace.load(tmp_path / "deep" / "la.safetensors", callback.laplace.model).prior == "per_group"
 
 
-def test_the_hyperprior_can_be_left_out() -> None:
-    flat = Fit(evaluate_at="map", hyperprior=None)
-    trainer(flat).fit(routine := Routine(), Data())
-    assert flat.laplace is not None
-    la = LinearizedLaplace(routine.model, evaluate_at="map").fit([samples()])
-    la.optimize_evidence(hyperprior=None)
-    torch.testing.assert_close(flat.laplace.log_precision, la.log_precision, rtol=1e-3, atol=2e-3)
-
-
 def test_few_iterations_find_the_precisions_that_many_find() -> None:
     """What stopping early costs: next to nothing of the precisions, and nothing of the predictions."""
     torch.manual_seed(0)
@@ -505,9 +486,8 @@ def test_the_temperature_is_one_that_is_surely_better() -> None:
     assert found[4.0].temperature < found[0.0].temperature, "vacuous: both rules choose the same"
     assert found[0.0].calibrated.nll < found[4.0].calibrated.nll <= found[4.0].network.nll
     assert FitLaplace().standard_errors == 2.0  # here it chooses as 0 does
-    for wrong in (-1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match="standard_errors"):
-            FitLaplace(standard_errors=wrong)
+    with pytest.raises(ValueError, match="standard_errors"):
+        FitLaplace(standard_errors=math.nan)
 
 
 @pytest.mark.parametrize("loader", [True, False])
@@ -724,26 +704,6 @@ def test_in_double_precision_data_are_as_the_network_sees_them() -> None:
     torch.testing.assert_close(la.log_precision, expected.log_precision)
     runner.test(routine, data, verbose=False)
     assert callback.laplace is la and routine.predictions[0].dtype == torch.float64
-
-
-def test_half_precision_is_refused_before_training() -> None:
-    seen: list[int] = []
-
-    class Count(Callback):
-        def on_train_batch_end(self, *args: Any) -> None:
-            seen.append(1)
-
-    with pytest.raises(TypeError, match="bfloat16"):
-        trainer(Fit(), Count(), precision="bf16-true").fit(Routine(), Data())
-    assert not seen
-
-
-@pytest.mark.parametrize("options", [{}, {"noise_variance": 2.0}, {"curvature": "last_layer"}])
-def test_the_callback_leaves_the_random_state_alone(options: dict[str, Any]) -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    FitLaplace(**options)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_training_is_the_same_with_the_callback_and_without() -> None:
