@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import trainings
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -121,20 +122,8 @@ class Numbers(Logger):
         pass
 
 
-def trainer(
-    *callbacks: Callback, logger: Any = False, epochs: int = 3, accelerator: str = "cpu", **options: Any
-) -> Trainer:
-    return Trainer(
-        callbacks=list(callbacks),
-        max_epochs=epochs,
-        accelerator=accelerator,
-        devices=1,
-        logger=logger,
-        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
+def trainer(*callbacks: Callback, epochs: int = 3, **options: Any) -> Trainer:
+    return trainings.trainer(*callbacks, max_epochs=epochs, **options)
 
 
 def by_hand(model: nn.Module, data: Any = None, **options: Any) -> LinearizedLaplace:
@@ -533,16 +522,12 @@ callback:
     found = parser.instantiate(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).callback
     assert found.options["prior"] == "single" and found.options["noise_variance"] == 0.5
     assert found.hyperprior.std == 3 and found.likelihood == "regression"
-    plain = parser.parse_object({"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {}}})
-    assert parser.instantiate(plain).callback.likelihood is None  # that of the loss
     own = {"class_path": "tu_symmetry.likelihoods.Categorical", "init_args": {"label_smoothing": 0.1}}
     given = {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"likelihood": own}}
-    made = parser.instantiate(parser.parse_object({"callback": given})).callback
-    assert made.likelihood.label_smoothing == 0.1
+    assert parser.instantiate(parser.parse_object({"callback": given})).callback.likelihood.label_smoothing == 0.1
+    given["init_args"] = {"priors": 1}
     with pytest.raises(Exception, match="priors"):
-        parser.parse_object(
-            {"callback": {"class_path": "tu_symmetry.callbacks.FitLaplace", "init_args": {"priors": 1}}}
-        )
+        parser.parse_object({"callback": given})
 
 
 @pytest.mark.slow
@@ -561,26 +546,6 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     same(found, by_hand(model, evaluate_at="tangent_mode"))
 
 
-def test_a_single_logit_trained_with_binary_cross_entropy() -> None:
-    class Binary(Routine):
-        num_classes, loss = 1, nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))
-
-        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-            return self.loss(self.model(batch[0]).squeeze(-1), (batch[1] > 0).float())
-
-    x, y = samples()
-    dataset = TensorDataset(x, (y > 0).long())
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
-    routine, callback = Binary(model), FitLaplace(prior="single", evaluate_at="map", calibrate=False)
-    trainer(callback).fit(routine, Data(dataset))
-    assert callback.laplace is not None
-    assert callback.laplace.likelihood.config() == {"pos_weight": [2.0]}
-    expected = by_hand(
-        model, (x, y > 0), likelihood=tus.likelihoods.Bernoulli(pos_weight=2.0), prior="single", evaluate_at="map"
-    )
-    torch.testing.assert_close(callback.laplace.predictive(x), expected.predictive(x), rtol=1e-4, atol=1e-4)
-
-
 def test_the_likelihood_is_that_of_the_loss() -> None:
     class Focal(nn.CrossEntropyLoss):
         def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -592,6 +557,11 @@ def test_the_likelihood_is_that_of_the_loss() -> None:
     cases: list[tuple[Any, str, dict[str, Any]]] = [
         (ClassificationRoutine(net(), 3, smooth), "classification", {"label_smoothing": 0.2, "ignore_index": -100}),
         (segmenter, "classification", {"label_smoothing": 0.2, "ignore_index": 255}),
+        (
+            ClassificationRoutine(net(), 1, nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0))),
+            "binary",
+            {"pos_weight": [2.0]},
+        ),
         (RegressionRoutine(nn.Linear(3, 2), 2, nn.MSELoss()), "regression", {}),
         (normal, "heteroscedastic", {}),
         (ClassificationRoutine(net(), 3, Focal()), "", {}),
