@@ -166,8 +166,8 @@ class DualEvidence:
         self.measurements, self.values = y, y.numel()
         self.names = (*(f"{p.name}.log_{h}" for p in priors for h in p.hyperparameters), NOISE)
         basis, self._rows = (None if t is None else t.to(f) for t in observation.reduced())
-        residual = y - self._observe(f, basis)
-        linear = y - self._observe(f - statistics.linear, basis)
+        residual = y - observation.forward(f)
+        linear = y - observation.forward(f - statistics.linear)
         self._residual_squares = float(residual.square().sum())
         self._target = linear if basis is None else basis.mT @ linear
         # what no output can explain, orthogonal to the range of A
@@ -188,12 +188,6 @@ class DualEvidence:
         other = copy.copy(self)
         other.evaluate_at, other.hyperprior, other._kept = evaluate_at, hyperprior, {}
         return other
-
-    def _observe(self, outputs: Tensor, basis: Tensor | None) -> Tensor:
-        if self._rows is None:
-            return outputs
-        seen = self._rows @ outputs
-        return seen if basis is None else basis @ seen
 
     def initial(self, noise_variance: float = 1.0) -> Tensor:
         """Where the blocks start, and a noise variance."""
