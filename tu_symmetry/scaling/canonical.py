@@ -130,8 +130,8 @@ def canonicalize(
     counted = counted_parameters(graph, parameters)
     if not start.value < _LARGEST or (start.value == 0 and any(bool(state[n].any()) for n in counted)):
         raise SymmetryError(
-            f"the squared norm of these weights is {start.value:.1e}: such squares leave the range of float64, as those "
-            "of a diverged run or a damaged file"
+            f"the squared norm of these weights is {start.value:.1e}: such squares leave the range of float64, as "
+            "those of a diverged run or a damaged file do"
         )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
