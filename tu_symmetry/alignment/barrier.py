@@ -44,6 +44,8 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
         ValueError: states of different networks.
     """
     check_number(ratio, "ratio")
+    require_state(state_a, "state_a")
+    require_state(state_b, "state_b")
     require_alike(state_b, state_a, "state_b", "state_a")
     mixed = {n: a for n, a in state_a.items() if a.is_floating_point() or a.is_complex()}
     return as_given(state_a, {**state_a, **{n: between(a, state_b[n].to(a), ratio) for n, a in mixed.items()}})
