@@ -1,18 +1,17 @@
 """Loss barriers between aligned checkpoint files, before and after: a table, a figure, and what a killed run needs.
 
-All pairs or a sample of them are measured, not only those with the reference, and the network whose weights are the
-mean of all. Two networks and their aligned forms are in memory at a time, and the batches.
+All pairs or a sample of them are measured, and the network whose weights are the mean of all. Two networks and their
+aligned forms are in memory at a time, and the batches.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import math
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,22 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.barrier import Loss, LossBarrier, loss_barrier, mean_loss, tempered_loss_barrier
-from tu_symmetry.alignment.consensus import once
-from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct, reestimate_batchnorm
-from tu_symmetry.checkpoints.align import BARRIERS_FIGURE as FIGURE
-from tu_symmetry.checkpoints.align import BARRIERS_MARK, FileAlignment, write_reports
-from tu_symmetry.checkpoints.files import (
-    STATE,
-    Kept,
-    Track,
-    locked,
-    owned_header,
-    read_state,
-    silent,
-)
+from tu_symmetry.alignment.barrier import Loss, loss_barrier, mean_loss, tempered_loss_barrier
+from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.repair import batchnorm_layers, correct, reestimate_batchnorm
+from tu_symmetry.checkpoints.align import BARRIERS, FIGURE, FileAlignment, write_reports
+from tu_symmetry.checkpoints.files import FORMAT, Track, owned_header, silent
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
-from tu_symmetry.files import FileError, read_json
+from tu_symmetry.files import FileError, digest_of, lock_folder, read_json, write_bytes, write_json
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 
@@ -128,9 +118,9 @@ class BarrierReport:
                 values = [[p["barrier"] for p in self.barriers[w][correction]] for w in WHEN]
                 rows.append([f"mean barrier, {name}", *(f"{fmean(v):.4f}" for v in values)])
                 rows.append([f"largest barrier, {name}", *(f"{max(v):.4f}" for v in values)])
-        for correction, losses in self.mean_losses["before"].items():
+        for correction in self.mean_losses["before"]:
             name = "as averaged" if correction == "none" else CORRECTIONS[correction]
-            rows.append([f"mean network, {name}", f"{losses:.4f}", f"{self.mean_losses['after'][correction]:.4f}"])
+            rows.append([f"mean network, {name}", *(f"{self.mean_losses[w][correction]:.4f}" for w in WHEN)])
         total = self.networks * (self.networks - 1) // 2
         pairs = f"all {total} pairs" if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs at random"
         caption = (
@@ -148,6 +138,21 @@ class BarrierReport:
             matrix[place[i]][place[j]] = matrix[place[j]][place[i]] = found["barrier"]
         return shown, matrix
 
+    def to_dict(self) -> dict[str, Any]:
+        """As ``report.json`` holds it."""
+        return {
+            "data": self.data,
+            "num_samples": self.num_samples,
+            "loss": self.loss,
+            "points": self.points,
+            "pairs": self.pairs,
+            "networks_in_matrix": self.matrix("before", next(iter(self.barriers["before"])))[0],
+            "matrix": {w: {m: self.matrix(w, m)[1] for m in self.barriers[w]} for w in WHEN},
+            "paths": self.barriers,
+            "mean_network_loss": self.mean_losses,
+            "single_network_loss": self.single_loss,
+        }
+
 
 def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torch.dtype) -> BarrierData:
     """Take the first samples of a loader by its dotted name; floating-point inputs are converted to ``dtype``.
@@ -159,20 +164,17 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
     Raises:
         FileError: no such name, or what it returns gives no such batches.
     """
-    if num_samples < 1:
-        raise FileError(f"num_samples must be at least 1, got {num_samples}")
     values = parse_assignments(arguments, "--data-init")
     try:
         build = resolve(name)
         with torch.random.fork_rng(devices=[]):  # loaders may shuffle
             torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             evaluation, statistics = _loaders(build(**values))
-            labeled = [(_inputs(b, dtype), b[1]) for b in _first(_batches(evaluation, name), num_samples)]
-            inputs = labeled if statistics is evaluation else _first(_batches(statistics, name), num_samples)
-            unlabeled = [_inputs(b, dtype) for b in inputs]
-    except FileError:
-        raise
-    except ConfigError as error:
+            labeled = _first(evaluation, num_samples, dtype)
+            unlabeled = [
+                x for x, _ in (labeled if statistics is evaluation else _first(statistics, num_samples, dtype))
+            ]
+    except (FileError, ConfigError) as error:
         raise FileError(f"--data {name}: {error}") from error
     except Exception as error:
         raise FileError(
@@ -192,28 +194,24 @@ def _loaders(source: Any) -> tuple[Iterable[Any], Iterable[Any]]:
         source.prepare_data()
         source.setup("fit")
         source.setup("test")
-        loaders = source.test_dataloader(), source.train_dataloader()
-        first, second = (one[0] if isinstance(one, (list, tuple)) else one for one in loaders)
+        first, second = (
+            loader[0] if isinstance(loader, (list, tuple)) else loader
+            for loader in (source.test_dataloader(), source.train_dataloader())
+        )
         return first, second
-    if isinstance(source, tuple) and len(source) == 2:
-        return source
-    return source, source
+    return source if isinstance(source, tuple) and len(source) == 2 else (source, source)
 
 
-def _batches(loader: Iterable[Any], name: str) -> Iterable[tuple[Tensor, Tensor]]:
-    for batch in loader:
-        if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-            kinds = [type(t).__name__ for t in batch] if isinstance(batch, (list, tuple)) else type(batch).__name__
-            raise FileError(f"--data {name}: a batch has to be (inputs, targets), two tensors, but it is {kinds}")
-        yield batch[0], batch[1]
-
-
-def _first(batches: Iterable[tuple[Tensor, Tensor]], num_samples: int) -> list[tuple[Tensor, Tensor]]:
+def _first(loader: Iterable[Any], num_samples: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
     taken: list[tuple[Tensor, Tensor]] = []
     left = num_samples
-    for x, y in batches:
-        taken.append((x[:left], y[:left]))
-        left -= len(taken[-1][0])
+    for batch in loader:
+        if not isinstance(batch, (list, tuple)) or [isinstance(t, Tensor) for t in batch] != [True, True]:
+            kinds = [type(t).__name__ for t in batch] if isinstance(batch, (list, tuple)) else type(batch).__name__
+            raise FileError(f"a batch has to be (inputs, targets), two tensors, but it is {kinds}")
+        x, y = (tensor[:left] for tensor in batch)
+        taken.append((x.to(dtype) if x.is_floating_point() else x, y))
+        left -= len(x)
         if left <= 0:
             break
     if not taken:
@@ -221,21 +219,12 @@ def _first(batches: Iterable[tuple[Tensor, Tensor]], num_samples: int) -> list[t
     return taken
 
 
-def _inputs(batch: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    return batch[0].to(dtype) if batch[0].is_floating_point() else batch[0]
-
-
 def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> Loss:
     """The loss, tried on the first batch, so that a wrong one is known before anything is aligned.
 
     Raises:
-        FileError: no such function, or it fails on the network's outputs.
+        FileError: no such function, it fails on the network's outputs, or corrections that the network has no use for.
     """
-    unknown = [m for m in options.corrections if m not in CORRECTIONS]
-    if unknown or options.points < 3 or (options.pairs is not None and options.pairs < 1):
-        raise FileError(
-            f"points must be at least 3, pairs at least 1 and corrections among {', '.join(CORRECTIONS)}; got {options}"
-        )
     if "batchnorm" in options.corrections and not batchnorm_layers(model):
         raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
     if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
@@ -276,131 +265,110 @@ def measure_barriers(
 ) -> BarrierReport:
     """Measure barriers between files before and after their alignment, and write them into the reports in ``out``.
 
-    Each pair is kept in ``state/barriers`` when it is measured, so a killed run resumes to the same result. The module
+    Each pair is kept in ``barriers.json`` when it is measured, so a killed run goes on to the same result. The module
     is in the dtype of the data; ``barriers.png`` is drawn.
 
     Raises:
-        FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, another run in the
-            folder, results that are not those of this alignment any more.
+        FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, results that are not those
+            of this alignment any more.
+        FolderInUseError: another run works in the folder.
     """
-    with locked(out):
-        return _measure(model, alignment, out, data, options, track)
-
-
-def _measure(
-    model: nn.Module, alignment: FileAlignment, out: Path, data: BarrierData, options: BarrierOptions, track: Track
-) -> BarrierReport:
     if len(alignment.files) < 2:
         raise FileError("barriers are between networks, so there must be two checkpoints at least")
-    folder = out / STATE / "barriers"
-    if (out / FIGURE).exists() and not folder.is_dir() and not _reported(out):
-        raise FileError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
     loss = check_loss(model, data, options)
     corrections = options.corrections or (("none", "batchnorm") if batchnorm_layers(model) else ("none",))
-    made_of = [
-        [f.source_sha256 for f in alignment.files],
-        [alignment.mode in ("mean", "universe"), alignment.reference_sha256, alignment.options],
-        [data.digest, options.loss, options.points, str(next(model.parameters()).dtype)],
-        list(corrections),
-    ]
-    kept = Kept(folder, lambda key: made_of)
-
-    def states(k: int) -> dict[str, State]:
-        file = alignment.files[k]
-        header = owned_header(out / file.aligned) or {}
-        if [header.get("source_sha256"), header.get("reference_sha256")] != [
-            file.source_sha256,
-            alignment.reference_sha256,
-        ]:
-            raise FileError(f"{out / file.aligned} was changed by another run; run the command again")
-        return {
-            "before": read_state(Path(file.source), alignment.options["prefix"]),
-            "after": read_state(out / file.aligned, ""),
-        }
-
     pairs = sampled_pairs(len(alignment.files), options.pairs)
-    found = {(i, j): kept[f"pair/{i}/{j}"] for i, j in pairs if f"pair/{i}/{j}" in kept}
-    todo = [pair for pair in pairs if pair not in found]
-    with track("measuring barriers", len(todo)) as tracker:
-        for done, (i, j) in enumerate(todo, 1):
-            first, second = states(i), states(j)
-            try:
-                found[i, j] = {
-                    w: {m: _measured(model, first[w], second[w], data, loss, m, options.points) for m in corrections}
-                    for w in WHEN
-                }
-            except ValueError as error:
-                sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
-                raise FileError(f"no barrier between {sources}: {error}") from error
-            kept[f"pair/{i}/{j}"] = found[i, j]
-            shown = {w: found[i, j][w][corrections[0]]["barrier"] for w in WHEN}
-            tracker.update(done, **shown)
-
-    def of_the_mean(when: str) -> dict[str, float]:
-        with track(f"averaging, {when} the alignment", len(alignment.files)) as tracker:
-            mean = _mean((states(k)[when] for k in range(len(alignment.files))), tracker.update)
-        losses = {"none": mean_loss(model, mean, data.evaluation, loss)}
-        if "batchnorm" in corrections:
-            again = reestimate_batchnorm(model, mean, data.statistics)
-            losses["batchnorm"] = mean_loss(model, again, data.evaluation, loss)
-        return losses
-
-    means = {when: once(kept, f"mean/{when}", partial(of_the_mean, when)) for when in WHEN}
-    kept.tidy()
-    measured = [found[pair] for pair in pairs]
-    single = {
-        k: p["before"][corrections[0]]["losses"][end]
-        for pair, p in zip(pairs, measured, strict=True)
-        for k, end in zip(pair, (0, -1), strict=True)
-    }
-    report = BarrierReport(
-        data=data.name,
-        num_samples=data.num_samples,
-        loss=options.loss,
-        points=options.points,
-        networks=len(alignment.files),
-        pairs=pairs,
-        barriers={w: {m: [p[w][m] for p in measured] for m in corrections} for w in WHEN},
-        mean_losses=means,
-        single_loss=fmean(single.values()),
-    )
-    draw_matrices(out / STATE / FIGURE, report)
-    os.replace(out / STATE / FIGURE, out / FIGURE)
-    grid = report.grid()
-    text = (
-        f"{BARRIERS_MARK}\n\n## {grid.title}\n\n{grid.markdown()}\n\n![barrier matrices]({FIGURE})\n\n"
-        "Networks are numbered as in the "
-        "table above, from 0; gray pairs were not measured."
-    )
-    write_reports(out, alignment, {"barriers": {"alignment": alignment.key, **_json(report)}}, text)
+    measured_on = [data.digest, options.loss, options.points, corrections, str(next(model.parameters()).dtype)]
+    with lock_folder(out):
+        networks = _networks(alignment, out)
+        kept = _kept(out, digest_of([alignment.key, measured_on]))
+        todo = [(i, j) for i, j in pairs if f"{i}-{j}" not in kept["pairs"]]
+        with track("measuring barriers", len(todo)) as tracker:
+            for done, (i, j) in enumerate(todo, 1):
+                paths = {}
+                for when in WHEN:
+                    ends = [networks[when][i], networks[when][j]]
+                    try:
+                        paths[when] = {m: _path(model, ends, data, loss, m, options.points) for m in corrections}
+                    except ValueError as error:
+                        sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
+                        raise FileError(f"no barrier between {sources}: {error}") from error
+                kept["pairs"][f"{i}-{j}"] = paths
+                write_json(out / BARRIERS, kept, seal=True)
+                tracker.update(done, **{when: paths[when][corrections[0]]["barrier"] for when in WHEN})
+        means = {}
+        for when in WHEN:
+            with track(f"averaging, {when} the alignment", len(alignment.files)) as tracker:
+                mean = _mean(networks[when], tracker.update)
+            means[when] = {"none": mean_loss(model, mean, data.evaluation, loss)}
+            if "batchnorm" in corrections:
+                again = reestimate_batchnorm(model, mean, data.statistics)
+                means[when]["batchnorm"] = mean_loss(model, again, data.evaluation, loss)
+        measured = [kept["pairs"][f"{i}-{j}"] for i, j in pairs]
+        single: dict[int, float] = {}
+        for (i, j), one in zip(pairs, measured, strict=True):
+            losses = one["before"][corrections[0]]["losses"]
+            single |= {i: losses[0], j: losses[-1]}
+        report = BarrierReport(
+            data=data.name,
+            num_samples=data.num_samples,
+            loss=options.loss,
+            points=options.points,
+            networks=len(alignment.files),
+            pairs=pairs,
+            barriers={w: {m: [one[w][m] for one in measured] for m in corrections} for w in WHEN},
+            mean_losses=means,
+            single_loss=fmean(single.values()),
+        )
+        write_bytes(out / FIGURE, draw_matrices(report))
+        grid = report.grid()
+        text = (
+            f"<!-- tu_symmetry.aligned barriers -->\n\n## {grid.title}\n\n{grid.markdown()}\n\n"
+            f"![barrier matrices]({FIGURE})\n\n"
+            "Networks are numbered as in the table above, from 0; gray pairs were not measured."
+        )
+        write_reports(out, alignment, {"alignment": alignment.key, **report.to_dict()}, text)
     return report
 
 
-def _reported(out: Path) -> bool:
-    """Whether the report of an earlier run holds barriers, so that the figure is its own."""
-    try:
-        return "barriers" in read_json(out / "report.json")[0]
-    except (OSError, ValueError):
-        return False
+def _networks(alignment: FileAlignment, out: Path) -> dict[str, StateSource]:
+    """The networks before and after their alignment, each read when it is asked for."""
+    for file in alignment.files:
+        header = owned_header(out / file.aligned) or {}
+        made_of = [header.get("source_sha256"), header.get("reference_sha256")]
+        if made_of != [file.source_sha256, alignment.reference_sha256]:
+            raise FileError(f"{out / file.aligned} was changed by another run; run the command again")
+    before = StateSource([Path(file.source) for file in alignment.files], prefix=alignment.options["prefix"])
+    return {"before": before, "after": StateSource([out / file.aligned for file in alignment.files])}
 
 
-def _measured(
-    model: nn.Module, a: State, b: State, data: BarrierData, loss: Loss, correction: str, points: int
+def _kept(out: Path, made_of: str) -> dict[str, Any]:
+    """The pairs that an earlier run has measured, by their names ``I-J``; none if it was of something else."""
+    if (out / BARRIERS).exists():
+        kept = read_json(out / BARRIERS)[0]
+        if kept.get("made_of") == made_of:
+            return kept
+    elif (out / FIGURE).exists():
+        raise FileError(f"{out / FIGURE} was not written by this command; move it away or choose another folder")
+    return {"format": FORMAT, "made_of": made_of, "pairs": {}}
+
+
+def _path(
+    model: nn.Module, ends: Sequence[State], data: BarrierData, loss: Loss, correction: str, points: int
 ) -> dict[str, Any]:
     """Barrier and losses along the path between two networks."""
-    also = "batchnorm" if batchnorm_layers(model) else "none"
-    how: Correction = also if correction == "tempered" else correction  # type: ignore[assignment]
+    tempered = correction == "tempered"
+    if tempered:
+        correction = "batchnorm" if batchnorm_layers(model) else "none"
 
     def merge(state: State, ratio: float) -> State:
-        return correct(model, [a, b], [1 - ratio, ratio], state, data.statistics, how)
+        return correct(model, ends, [1 - ratio, ratio], state, data.statistics, correction)  # type: ignore[arg-type]
 
-    found: LossBarrier
-    if correction == "tempered":
-        found = tempered_loss_barrier(model, a, b, data.evaluation, points=points, merge=merge)
-    else:
-        found = loss_barrier(model, a, b, data.evaluation, loss, points=points, merge=merge)
-    tuned = {"temperatures": found.temperatures} if correction == "tempered" else {}
-    return {"barrier": found.barrier, "losses": found.losses, **tuned}
+    if tempered:
+        found = tempered_loss_barrier(model, *ends, data.evaluation, points=points, merge=merge)
+        return {"barrier": found.barrier, "losses": found.losses, "temperatures": found.temperatures}
+    found = loss_barrier(model, *ends, data.evaluation, loss, points=points, merge=merge)
+    return {"barrier": found.barrier, "losses": found.losses}
 
 
 def _mean(states: Iterable[State], update: Callable[[int], None]) -> State:
@@ -417,29 +385,17 @@ def _mean(states: Iterable[State], update: Callable[[int], None]) -> State:
     return {n: (total[n] / count).to(t.dtype) if n in total else t for n, t in like.items()}
 
 
-def _json(report: BarrierReport) -> dict[str, Any]:
-    return {
-        "data": report.data,
-        "num_samples": report.num_samples,
-        "loss": report.loss,
-        "points": report.points,
-        "pairs": report.pairs,
-        "networks_in_matrix": report.matrix("before", next(iter(report.barriers["before"])))[0],
-        "matrix": {w: {m: report.matrix(w, m)[1] for m in report.barriers[w]} for w in WHEN},
-        "paths": report.barriers,
-        "mean_network_loss": report.mean_losses,
-        "single_network_loss": report.single_loss,
-    }
-
-
-def draw_matrices(path: Path, report: BarrierReport) -> None:
-    """Barriers between pairs as colors, before and after, two panels for each correction with one scale."""
+def draw_matrices(report: BarrierReport) -> bytes:
+    """Barriers between pairs as colors, before and after, two panels for each correction with one scale, as PNG."""
     from tu_symmetry import plot
     from tu_symmetry.reporting import plots
 
     corrections = list(report.barriers["before"])
-    with plots.figure(path, len(WHEN) * len(corrections), width=3.4, height=3.0) as axes:
+    content: Any = io.BytesIO()
+    with plots.figure(content, len(WHEN) * len(corrections), width=3.4, height=3.0) as axes:
         for k, correction in enumerate(corrections):
             shown = [str(network) for network in report.matrix(WHEN[0], correction)[0]]
             matrices = {f"{when}, {CORRECTIONS[correction]}": report.matrix(when, correction)[1] for when in WHEN}
             plot.barriers(matrices, label=f"barrier{report.unit}", names=shown, ax=axes[len(WHEN) * k :][: len(WHEN)])
+    drawn: bytes = content.getvalue()
+    return drawn

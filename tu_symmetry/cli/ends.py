@@ -13,6 +13,7 @@ status    meaning
 from __future__ import annotations
 
 import argparse
+import errno
 import linecache
 import os
 import signal
@@ -79,12 +80,10 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 class Signals:
-    """Turns SIGINT and SIGTERM into exceptions, and remembers them.
+    """Turns SIGINT and SIGTERM into exceptions, and remembers them, since an import can make another error of them.
 
-    What an exception in the middle of an import makes of it (an ImportError, a SystemError), and code that swallows
-    it, would hide which it was; ``caught`` does not forget. Where nothing can be raised (a destructor, a callback of
-    the garbage collector) Python would print the exception and go on: then the signal is sent once more. So it is half
-    a second after one that came during imports, whose fallbacks may swallow it, if the program still runs then.
+    Where nothing can be raised (a destructor) Python would print the exception and go on: then the signal is sent once
+    more. So it is half a second after one that came during imports, whose fallbacks may swallow it.
     """
 
     def __init__(self) -> None:
@@ -117,10 +116,10 @@ class Signals:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def _unraisable(self, arguments: Any) -> None:
-        if self.caught is None or not isinstance(arguments.exc_value, KeyboardInterrupt):
+        if self.caught is not None and isinstance(arguments.exc_value, KeyboardInterrupt):
+            self._send_again(0.05)
+        else:
             self._hook(arguments)
-            return
-        self._send_again(0.05)
 
     def _send_again(self, seconds: float) -> None:
         self._again = threading.Timer(seconds, os.kill, (os.getpid(), self.caught))
@@ -135,12 +134,7 @@ def fail(message: str, code: int = 2) -> int:
 
 
 def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> int:
-    """Say in one line why a run ended; the exit status.
-
-    Raises:
-        SystemExit: what argparse and LightningCLI end with.
-        BaseException: the error itself where it has to be seen whole.
-    """
+    """Say in one line why a run ended; the exit status. What has to be seen whole is raised again."""
     command = next(iter(arguments), "")
     if signals.caught is not None or isinstance(error, KeyboardInterrupt):
         word, code = ("terminated", 143) if signals.caught == signal.SIGTERM else ("interrupted", 130)
@@ -174,8 +168,6 @@ def _raised_here(error: BaseException) -> bool:
 
 
 def _of_the_system(error: OSError, resumes: bool) -> str:
-    import errno
-
     where = f" ({error.filename2 or error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         again = "; the same command resumes" if resumes else ""
