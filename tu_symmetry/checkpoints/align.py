@@ -62,16 +62,9 @@ _FIGURES = ("transpositions", "distance_before", "distance_after", "output_chang
 class Aligned:
     """One checkpoint of a report.
 
-    Attributes:
-        source: the checkpoint, as given.
-        source_sha256: the digest of its bytes.
-        aligned: name of the file with the permuted weights.
-        permutation: name of the file with the permutation.
-        transpositions: number of transpositions (NoT).
-        distance_before: L2 distance of the parameters to the reference's, as given.
-        distance_after: the same after the permutation.
-        output_change: relative change of the network's outputs on the example input; None if it was not measured.
-        output_change_allowed: what rounding explains of it.
+    The aligned weights and the permutation are names of files. Distances are L2 distances of the parameters to the
+    reference's, ``output_change`` the relative change of the network's outputs on the example input (None if it was not
+    measured), ``output_change_allowed`` what rounding explains of it.
     """
 
     source: str
@@ -89,15 +82,9 @@ class Aligned:
 class FileAlignment:
     """What :func:`align_files` did.
 
-    Attributes:
-        architecture: name of the module's class.
-        mode: ``file``, ``first``, ``medoid``, ``mean`` or ``universe``.
-        reference: the file that distances are measured to; ``mean.safetensors`` in the folder for a mean.
-        reference_sha256: the digest of its bytes.
-        search: how the reference was found: candidates of a medoid and their totals, sweeps of a universe.
-        options: the options of the matching and of reading.
-        files: one for each checkpoint, in the order given.
-        skipped: how many had been done before.
+    ``mode`` is ``file`` or a word of ``reference``; ``reference`` the file that distances are measured to, of a mean
+    ``mean.safetensors`` in the folder; ``search`` how it was found (candidates of a medoid and their totals, sweeps of
+    a universe); ``skipped`` how many files had been done before.
     """
 
     architecture: str

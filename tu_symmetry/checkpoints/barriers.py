@@ -1,7 +1,7 @@
 """Loss barriers between aligned checkpoint files, before and after: a table, a figure, and what a killed run needs.
 
-All pairs or a sample of them are measured, and the network whose weights are the mean of all. Two networks and their
-aligned forms are in memory at a time, and the batches.
+All pairs or a sample of them are measured, and the network whose weights are the mean of all. Two networks are in
+memory at a time, and the batches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.barrier import Loss, loss_barrier, mean_loss, tempered_loss_barrier
+from tu_symmetry.alignment.barrier import Loss, loss_barrier, mean_loss
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.repair import batchnorm_layers, correct, reestimate_batchnorm
+from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct, reestimate_batchnorm
 from tu_symmetry.checkpoints.align import BARRIERS, FIGURE, FileAlignment, write_reports
 from tu_symmetry.checkpoints.files import FORMAT, Track, owned_header, silent
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
@@ -29,12 +29,8 @@ from tu_symmetry.files import FileError, digest_of, lock_folder, read_json, writ
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 
-CORRECTIONS = {
-    "none": "as interpolated",
-    "batchnorm": "BatchNorm re-estimated",
-    "repair": "REPAIR",
-    "tempered": "temperature tuned",
-}
+CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
+CORRECTIONS = {"none": "as interpolated", "batchnorm": "BatchNorm re-estimated", "repair": "REPAIR"}
 WHEN = ("before", "after")
 
 
@@ -60,100 +56,6 @@ class BarrierData:
         return sum(len(x) for x, _ in self.evaluation)
 
 
-@dataclass(frozen=True)
-class BarrierOptions:
-    """What is measured.
-
-    Attributes:
-        loss: dotted name of a function ``(outputs, targets) -> mean over the batch``.
-        pairs: number of pairs, drawn at random with a fixed seed; None for all.
-        points: evenly spaced points on each path, the ends included.
-        corrections: some of ``none``, ``batchnorm`` (running statistics re-estimated), ``repair`` (REPAIR) and
-            ``tempered`` (the best softmax temperature at each point, fitted on the same batches; BatchNorm re-estimated
-            too where there is any); if empty, ``none``, and ``batchnorm`` for a network that has BatchNorm.
-    """
-
-    loss: str = "torch.nn.functional.cross_entropy"
-    pairs: int | None = 10
-    points: int = 11
-    corrections: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class BarrierReport:
-    """Barriers and mean networks, before and after an alignment.
-
-    Attributes:
-        data: name of the data.
-        num_samples: number of samples that losses are measured on.
-        loss: name of the loss.
-        points: on each path.
-        networks: number of networks.
-        pairs: ``(i, j)`` of the networks in the order given.
-        barriers: ``before`` and ``after``, correction, then ``{"barrier", "losses", "temperatures"}`` for each pair.
-        mean_losses: ``before`` and ``after``, correction, loss of the mean network.
-        single_loss: mean loss of the networks that are in a pair.
-    """
-
-    data: str
-    num_samples: int
-    loss: str
-    points: int
-    networks: int
-    pairs: list[tuple[int, int]]
-    barriers: dict[str, dict[str, list[dict[str, Any]]]]
-    mean_losses: dict[str, dict[str, float]]
-    single_loss: float
-
-    @property
-    def unit(self) -> str:
-        """The unit of the loss, in parentheses, where it is known."""
-        return " (nats)" if self.loss.endswith("cross_entropy") else ""
-
-    def grid(self) -> Grid:
-        """Mean and largest barrier, and the loss of the mean network, before and after."""
-        rows = []
-        for correction, name in CORRECTIONS.items():
-            if correction in self.barriers["before"]:
-                values = [[p["barrier"] for p in self.barriers[w][correction]] for w in WHEN]
-                rows.append([f"mean barrier, {name}", *(f"{fmean(v):.4f}" for v in values)])
-                rows.append([f"largest barrier, {name}", *(f"{max(v):.4f}" for v in values)])
-        for correction in self.mean_losses["before"]:
-            name = "as averaged" if correction == "none" else CORRECTIONS[correction]
-            rows.append([f"mean network, {name}", *(f"{self.mean_losses[w][correction]:.4f}" for w in WHEN)])
-        total = self.networks * (self.networks - 1) // 2
-        pairs = f"all {total} pairs" if len(self.pairs) == total else f"{len(self.pairs)} of {total} pairs at random"
-        caption = (
-            f"{self.loss.rpartition('.')[2]}{self.unit} on {self.num_samples} samples of {self.data}; {pairs}, "
-            f"{self.points} points on each; single networks: {self.single_loss:.4f}"
-        )
-        return Grid("Loss barriers and the mean network", ["", *WHEN], rows, caption)
-
-    def matrix(self, when: str, correction: str) -> tuple[list[int], list[list[float]]]:
-        """The networks that are in a pair, and their barriers; NaN for pairs that were not measured."""
-        shown = sorted({k for pair in self.pairs for k in pair})
-        place = {k: n for n, k in enumerate(shown)}
-        matrix = [[0.0 if a == b else math.nan for a in shown] for b in shown]
-        for (i, j), found in zip(self.pairs, self.barriers[when][correction], strict=True):
-            matrix[place[i]][place[j]] = matrix[place[j]][place[i]] = found["barrier"]
-        return shown, matrix
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ``report.json`` holds it."""
-        return {
-            "data": self.data,
-            "num_samples": self.num_samples,
-            "loss": self.loss,
-            "points": self.points,
-            "pairs": self.pairs,
-            "networks_in_matrix": self.matrix("before", next(iter(self.barriers["before"])))[0],
-            "matrix": {w: {m: self.matrix(w, m)[1] for m in self.barriers[w]} for w in WHEN},
-            "paths": self.barriers,
-            "mean_network_loss": self.mean_losses,
-            "single_network_loss": self.single_loss,
-        }
-
-
 def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torch.dtype) -> BarrierData:
     """Take the first samples of a loader by its dotted name; floating-point inputs are converted to ``dtype``.
 
@@ -171,9 +73,7 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
             torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             evaluation, statistics = _loaders(build(**values))
             labeled = _first(evaluation, num_samples, dtype)
-            unlabeled = [
-                x for x, _ in (labeled if statistics is evaluation else _first(statistics, num_samples, dtype))
-            ]
+            others = labeled if statistics is evaluation else _first(statistics, num_samples, dtype)
     except (FileError, ConfigError) as error:
         raise FileError(f"--data {name}: {error}") from error
     except Exception as error:
@@ -181,6 +81,7 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
             f"--data {name} fails: {type(error).__name__}: {error}. It is called with {values} (option --data-init) "
             "and has to be a LightningDataModule, or return a loader of batches (inputs, targets), or two loaders"
         ) from error
+    unlabeled = [x for x, _ in others]
     digest = hashlib.sha256()
     for tensor in (*(t for pair in labeled for t in pair), *unlabeled):
         digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
@@ -190,16 +91,13 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
 
 def _loaders(source: Any) -> tuple[Iterable[Any], Iterable[Any]]:
     """Loaders for evaluation and for statistics."""
-    if hasattr(source, "train_dataloader") and hasattr(source, "test_dataloader"):
-        source.prepare_data()
-        source.setup("fit")
-        source.setup("test")
-        first, second = (
-            loader[0] if isinstance(loader, (list, tuple)) else loader
-            for loader in (source.test_dataloader(), source.train_dataloader())
-        )
-        return first, second
-    return source if isinstance(source, tuple) and len(source) == 2 else (source, source)
+    if not (hasattr(source, "train_dataloader") and hasattr(source, "test_dataloader")):
+        return source if isinstance(source, tuple) and len(source) == 2 else (source, source)
+    source.prepare_data()
+    source.setup("fit")
+    source.setup("test")
+    test, train = source.test_dataloader(), source.train_dataloader()
+    return test[0] if isinstance(test, (list, tuple)) else test, train[0] if isinstance(train, (list, tuple)) else train
 
 
 def _first(loader: Iterable[Any], num_samples: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
@@ -219,26 +117,24 @@ def _first(loader: Iterable[Any], num_samples: int, dtype: torch.dtype) -> list[
     return taken
 
 
-def check_loss(model: nn.Module, data: BarrierData, options: BarrierOptions) -> Loss:
-    """The loss, tried on the first batch, so that a wrong one is known before anything is aligned.
+def check_loss(model: nn.Module, data: BarrierData, loss: str, corrections: Sequence[Correction] = ()) -> Loss:
+    """The loss of a dotted name, tried on the first batch, so that a wrong one is known before anything is aligned.
 
     Raises:
-        FileError: no such function, it fails on the network's outputs, or corrections that the network has no use for.
+        FileError: no such function, it fails on the network's outputs, or a correction that the network has no use for.
     """
-    if "batchnorm" in options.corrections and not batchnorm_layers(model):
+    if "batchnorm" in corrections and not batchnorm_layers(model):
         raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
-    if "tempered" in options.corrections and not options.loss.endswith("cross_entropy"):
-        raise FileError(f"a softmax temperature is tuned for cross_entropy, and the loss is {options.loss}")
     try:
-        loss: Loss = resolve(options.loss)
-        mean_loss(model, model.state_dict(), data.evaluation[:1], loss)
+        function: Loss = resolve(loss)
+        mean_loss(model, model.state_dict(), data.evaluation[:1], function)
     except Exception as error:
         shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in data.evaluation[0])
         raise FileError(
-            f"{options.loss} of the network's outputs cannot be computed on a batch of --data {data.name} ({shapes}): "
+            f"{loss} of the network's outputs cannot be computed on a batch of --data {data.name} ({shapes}): "
             f"{type(error).__name__}: {error}"
         ) from error
-    return loss
+    return function
 
 
 def sampled_pairs(networks: int, pairs: int | None) -> list[tuple[int, int]]:
@@ -259,14 +155,31 @@ def measure_barriers(
     alignment: FileAlignment,
     out: Path,
     data: BarrierData,
-    options: BarrierOptions,
     *,
+    loss: str = CROSS_ENTROPY,
+    pairs: int | None = 10,
+    points: int = 11,
+    corrections: Sequence[Correction] = (),
     track: Track = silent,
-) -> BarrierReport:
+) -> dict[str, Any]:
     """Measure barriers between files before and after their alignment, and write them into the reports in ``out``.
 
-    Each pair is kept in ``barriers.json`` when it is measured, so a killed run goes on to the same result. The module
-    is in the dtype of the data; ``barriers.png`` is drawn.
+    Each pair is kept in ``barriers.json`` when it is measured, so a killed run goes on to the same result.
+
+    Args:
+        model: the module, in the dtype of the data.
+        alignment: what :func:`.align_files` has returned.
+        out: folder of its results, which also takes ``barriers.png``.
+        data: what losses and statistics are measured on.
+        loss: dotted name of a function ``(outputs, targets) -> mean over the batch``.
+        pairs: number of pairs, drawn at random with a fixed seed; None for all.
+        points: evenly spaced points on each path, the ends included.
+        corrections: some of ``none``, ``batchnorm`` (running statistics re-estimated) and ``repair``; if empty,
+            ``none``, and ``batchnorm`` for a network that has BatchNorm.
+        track: shows the progress.
+
+    Returns:
+        What ``report.json`` holds under ``barriers``.
 
     Raises:
         FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, results that are not those
@@ -275,59 +188,62 @@ def measure_barriers(
     """
     if len(alignment.files) < 2:
         raise FileError("barriers are between networks, so there must be two checkpoints at least")
-    loss = check_loss(model, data, options)
-    corrections = options.corrections or (("none", "batchnorm") if batchnorm_layers(model) else ("none",))
-    pairs = sampled_pairs(len(alignment.files), options.pairs)
-    measured_on = [data.digest, options.loss, options.points, corrections, str(next(model.parameters()).dtype)]
+    function = check_loss(model, data, loss, corrections)
+    corrections = list(corrections) or (["none", "batchnorm"] if batchnorm_layers(model) else ["none"])
+    chosen = sampled_pairs(len(alignment.files), pairs)
+    measured_on = [data.digest, loss, points, corrections, str(next(model.parameters()).dtype)]
     with lock_folder(out):
         networks = _networks(alignment, out)
         kept = _kept(out, digest_of([alignment.key, measured_on]))
-        todo = [(i, j) for i, j in pairs if f"{i}-{j}" not in kept["pairs"]]
+        todo = [(i, j) for i, j in chosen if f"{i}-{j}" not in kept["pairs"]]
         with track("measuring barriers", len(todo)) as tracker:
             for done, (i, j) in enumerate(todo, 1):
-                paths = {}
+                paths: dict[str, dict[str, Any]] = {}
                 for when in WHEN:
                     ends = [networks[when][i], networks[when][j]]
                     try:
-                        paths[when] = {m: _path(model, ends, data, loss, m, options.points) for m in corrections}
+                        paths[when] = {m: _path(model, ends, data, function, m, points) for m in corrections}
                     except ValueError as error:
                         sources = f"{alignment.files[i].source} and {alignment.files[j].source}"
                         raise FileError(f"no barrier between {sources}: {error}") from error
                 kept["pairs"][f"{i}-{j}"] = paths
                 write_json(out / BARRIERS, kept, seal=True)
                 tracker.update(done, **{when: paths[when][corrections[0]]["barrier"] for when in WHEN})
-        means = {}
+        means: dict[str, dict[str, float]] = {}
         for when in WHEN:
             with track(f"averaging, {when} the alignment", len(alignment.files)) as tracker:
                 mean = _mean(networks[when], tracker.update)
-            means[when] = {"none": mean_loss(model, mean, data.evaluation, loss)}
+            means[when] = {"none": mean_loss(model, mean, data.evaluation, function)}
             if "batchnorm" in corrections:
                 again = reestimate_batchnorm(model, mean, data.statistics)
-                means[when]["batchnorm"] = mean_loss(model, again, data.evaluation, loss)
-        measured = [kept["pairs"][f"{i}-{j}"] for i, j in pairs]
+                means[when]["batchnorm"] = mean_loss(model, again, data.evaluation, function)
+        measured = [kept["pairs"][f"{i}-{j}"] for i, j in chosen]
         single: dict[int, float] = {}
-        for (i, j), one in zip(pairs, measured, strict=True):
+        for (i, j), one in zip(chosen, measured, strict=True):
             losses = one["before"][corrections[0]]["losses"]
             single |= {i: losses[0], j: losses[-1]}
-        report = BarrierReport(
-            data=data.name,
-            num_samples=data.num_samples,
-            loss=options.loss,
-            points=options.points,
-            networks=len(alignment.files),
-            pairs=pairs,
-            barriers={w: {m: [one[w][m] for one in measured] for m in corrections} for w in WHEN},
-            mean_losses=means,
-            single_loss=fmean(single.values()),
-        )
+        every = {w: {m: [one[w][m] for one in measured] for m in corrections} for w in WHEN}
+        report = {
+            "alignment": alignment.key,
+            "data": data.name,
+            "num_samples": data.num_samples,
+            "loss": loss,
+            "points": points,
+            "pairs": chosen,
+            "networks_in_matrix": sorted(single),
+            "matrix": {w: {m: _matrix(chosen, every[w][m]) for m in corrections} for w in WHEN},
+            "paths": every,
+            "mean_network_loss": means,
+            "single_network_loss": fmean(single.values()),
+        }
         write_bytes(out / FIGURE, draw_matrices(report))
-        grid = report.grid()
+        grid = barrier_grid(report, len(alignment.files))
         text = (
             f"<!-- tu_symmetry.aligned barriers -->\n\n## {grid.title}\n\n{grid.markdown()}\n\n"
             f"![barrier matrices]({FIGURE})\n\n"
             "Networks are numbered as in the table above, from 0; gray pairs were not measured."
         )
-        write_reports(out, alignment, {"alignment": alignment.key, **report.to_dict()}, text)
+        write_reports(out, alignment, report, text)
     return report
 
 
@@ -354,19 +270,13 @@ def _kept(out: Path, made_of: str) -> dict[str, Any]:
 
 
 def _path(
-    model: nn.Module, ends: Sequence[State], data: BarrierData, loss: Loss, correction: str, points: int
+    model: nn.Module, ends: Sequence[State], data: BarrierData, loss: Loss, correction: Correction, points: int
 ) -> dict[str, Any]:
     """Barrier and losses along the path between two networks."""
-    tempered = correction == "tempered"
-    if tempered:
-        correction = "batchnorm" if batchnorm_layers(model) else "none"
 
     def merge(state: State, ratio: float) -> State:
-        return correct(model, ends, [1 - ratio, ratio], state, data.statistics, correction)  # type: ignore[arg-type]
+        return correct(model, ends, [1 - ratio, ratio], state, data.statistics, correction)
 
-    if tempered:
-        found = tempered_loss_barrier(model, *ends, data.evaluation, points=points, merge=merge)
-        return {"barrier": found.barrier, "losses": found.losses, "temperatures": found.temperatures}
     found = loss_barrier(model, *ends, data.evaluation, loss, points=points, merge=merge)
     return {"barrier": found.barrier, "losses": found.losses}
 
@@ -385,17 +295,52 @@ def _mean(states: Iterable[State], update: Callable[[int], None]) -> State:
     return {n: (total[n] / count).to(t.dtype) if n in total else t for n, t in like.items()}
 
 
-def draw_matrices(report: BarrierReport) -> bytes:
+def _matrix(pairs: Sequence[tuple[int, int]], paths: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Barriers between the networks that are in a pair; NaN for pairs that were not measured."""
+    place = {k: n for n, k in enumerate(sorted({k for pair in pairs for k in pair}))}
+    matrix = [[0.0 if a == b else math.nan for a in place] for b in place]
+    for (i, j), found in zip(pairs, paths, strict=True):
+        matrix[place[i]][place[j]] = matrix[place[j]][place[i]] = found["barrier"]
+    return matrix
+
+
+def _unit(loss: str) -> str:
+    return " (nats)" if loss.endswith("cross_entropy") else ""
+
+
+def barrier_grid(report: dict[str, Any], networks: int) -> Grid:
+    """Mean and largest barrier, and the loss of the mean network, before and after."""
+    rows = []
+    for correction, name in CORRECTIONS.items():
+        if correction in report["paths"]["before"]:
+            values = [[path["barrier"] for path in report["paths"][w][correction]] for w in WHEN]
+            rows.append([f"mean barrier, {name}", *(f"{fmean(v):.4f}" for v in values)])
+            rows.append([f"largest barrier, {name}", *(f"{max(v):.4f}" for v in values)])
+    means = report["mean_network_loss"]
+    for correction in means["before"]:
+        name = "as averaged" if correction == "none" else CORRECTIONS[correction]
+        rows.append([f"mean network, {name}", *(f"{means[w][correction]:.4f}" for w in WHEN)])
+    total, count, loss = networks * (networks - 1) // 2, len(report["pairs"]), report["loss"]
+    pairs = f"all {total} pairs" if count == total else f"{count} of {total} pairs at random"
+    caption = (
+        f"{loss.rpartition('.')[2]}{_unit(loss)} on {report['num_samples']} samples of {report['data']}; {pairs}, "
+        f"{report['points']} points on each; single networks: {report['single_network_loss']:.4f}"
+    )
+    return Grid("Loss barriers and the mean network", ["", *WHEN], rows, caption)
+
+
+def draw_matrices(report: dict[str, Any]) -> bytes:
     """Barriers between pairs as colors, before and after, two panels for each correction with one scale, as PNG."""
     from tu_symmetry import plot
     from tu_symmetry.reporting import plots
 
-    corrections = list(report.barriers["before"])
+    corrections = list(report["matrix"]["before"])
+    shown = [str(network) for network in report["networks_in_matrix"]]
     content: Any = io.BytesIO()
     with plots.figure(content, len(WHEN) * len(corrections), width=3.4, height=3.0) as axes:
         for k, correction in enumerate(corrections):
-            shown = [str(network) for network in report.matrix(WHEN[0], correction)[0]]
-            matrices = {f"{when}, {CORRECTIONS[correction]}": report.matrix(when, correction)[1] for when in WHEN}
-            plot.barriers(matrices, label=f"barrier{report.unit}", names=shown, ax=axes[len(WHEN) * k :][: len(WHEN)])
+            matrices = {f"{when}, {CORRECTIONS[correction]}": report["matrix"][when][correction] for when in WHEN}
+            label = f"barrier{_unit(report['loss'])}"
+            plot.barriers(matrices, label=label, names=shown, ax=axes[len(WHEN) * k :][: len(WHEN)])
     drawn: bytes = content.getvalue()
     return drawn

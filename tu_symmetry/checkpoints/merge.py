@@ -22,7 +22,7 @@ from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.repair import Correction
-from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
+from tu_symmetry.checkpoints.barriers import CROSS_ENTROPY, BarrierData, check_loss
 from tu_symmetry.checkpoints.files import (
     Checkpoint,
     Track,
@@ -63,7 +63,7 @@ def merge_files(
     model: nn.Module,
     *,
     data: BarrierData | None = None,
-    loss: str = "torch.nn.functional.cross_entropy",
+    loss: str = CROSS_ENTROPY,
     weights: Weights = "equal",
     correction: Correction = "none",
     reference: Reference | Path | None = "first",
@@ -88,13 +88,13 @@ def merge_files(
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
         raise FileError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
-    if data is None and (correction != "none" or weights == "greedy" or points):
-        raise FileError("corrections, greedy weights and points measure networks on data: pass --data")
+    if data is None and (correction != "none" or points):
+        raise FileError("corrections and points measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     working = out.with_name(f"{out.stem}.merging")
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
     refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, others=[working])
-    function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
+    function = None if data is None else check_loss(model, data, loss, [correction])
     graph = permutations_alone(graph, only)
     _give_back()
     if reference is not None:
@@ -145,7 +145,7 @@ def merge_files(
             resume=kept,
             progress=show,
         )
-        report = _report(merged, files, weights, reference, data, loss)
+        report = _report(merged, files, reference, data, loss)
         write_owned(out, merged.state, {"merged": report})
         write_json(reports[1], {"what": MARK, **report})
         write_text(reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files]).markdown()}\n")
@@ -165,7 +165,6 @@ def _give_back(*, collect: bool = True) -> None:
 def _report(
     merged: Merged,
     files: Sequence[Checkpoint],
-    weights: Weights,
     reference: Reference | Path | None,
     data: BarrierData | None,
     loss: str,
@@ -175,7 +174,6 @@ def _report(
         {
             "files": [{"path": str(f.path), "sha256": f.sha256} for f in files],
             "weights": merged.weights,
-            "weights_by_name": {k: list(w) for k, w in weights.items()} if isinstance(weights, Mapping) else {},
             "reference": str(reference),
             "correction": merged.correction,
             "transpositions": merged.transpositions,

@@ -163,16 +163,16 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "--correction",
         nargs="+",
         default=[],
-        choices=["none", "batchnorm", "repair", "tempered"],
-        help="interpolated networks as they are, with BatchNorm statistics re-estimated, after REPAIR, and with the "
-        "softmax temperature tuned (default: none, and batchnorm for a network that has BatchNorm)",
+        choices=["none", "batchnorm", "repair"],
+        help="interpolated networks as they are, with BatchNorm statistics re-estimated, and after REPAIR (default: "
+        "none, and batchnorm for a network that has BatchNorm)",
     )
 
     def run(arguments: argparse.Namespace) -> int | None:
         from rich.console import Console
 
         from tu_symmetry.checkpoints.align import align_files
-        from tu_symmetry.checkpoints.barriers import BarrierOptions, check_loss, load_data, measure_barriers
+        from tu_symmetry.checkpoints.barriers import barrier_grid, check_loss, load_data, measure_barriers
         from tu_symmetry.checkpoints.files import find_checkpoints
         from tu_symmetry.reporting.progress import Display
 
@@ -182,11 +182,9 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         reference = _reference(arguments.reference)
         graph = architecture.discover(Console(stderr=True))
         if arguments.data:
-            pairs = None if arguments.barriers == "all" else arguments.barriers
-            options = BarrierOptions(arguments.loss, pairs, arguments.points, tuple(arguments.correction))
             module = architecture.build()
             data = load_data(arguments.data, arguments.data_init, arguments.num_samples, architecture.dtype)
-            check_loss(module, data, options)
+            check_loss(module, data, arguments.loss, arguments.correction)
         alignment = align_files(
             graph,
             checkpoints,
@@ -201,8 +199,18 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         )
         alignment.grid(limit=50).print(display.console)
         if arguments.data:
-            report = measure_barriers(module, alignment, out, data, options, track=display.track)
-            report.grid().print(display.console)
+            report = measure_barriers(
+                module,
+                alignment,
+                out,
+                data,
+                loss=arguments.loss,
+                pairs=None if arguments.barriers == "all" else arguments.barriers,
+                points=arguments.points,
+                corrections=arguments.correction,
+                track=display.track,
+            )
+            barrier_grid(report, len(alignment.files)).print(display.console)
         before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
         mean = " and their mean" if reference in ("mean", "universe") else ""
         print(f"{len(alignment.files)} aligned files{before}{mean} in {out}")
@@ -221,8 +229,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
-        "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 "
-        "--alpha 'layer4.*=0.5' --out merged.safetensors"
+        "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 --out merged.safetensors"
     )
     group = _add_files(parser, out="the merged network", metavar="FILE.safetensors", merging=True)
     shares = parser.add_mutually_exclusive_group()
@@ -230,18 +237,10 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         "--weights",
         nargs="+",
         default=["equal"],
-        metavar="equal|greedy|W",
-        help="share of each network: equal, a number for each file, or greedy (networks are added in the order of "
-        "their losses on --data if the merged one gets no worse; default: equal)",
+        metavar="equal|W",
+        help="share of each network: equal, or a number for each file (default: equal)",
     )
-    shares.add_argument(
-        "--alpha",
-        action="append",
-        default=[],
-        metavar="A|PATTERN=A",
-        help="of two networks, the share of the second, from 0 to 1; for tensors whose names match a pattern with "
-        "PATTERN=A, where the last that matches counts; may be repeated",
-    )
+    shares.add_argument("--alpha", metavar="A", help="of two networks, the share of the second, from 0 to 1")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -322,7 +321,7 @@ def _reference(source: str) -> Any:
     return found[0]
 
 
-def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
+def _shares(weights: list[str], alpha: str | None, count: int) -> Weights:
     """What ``--weights`` and ``--alpha`` say."""
     from tu_symmetry.files import FileError
 
@@ -332,17 +331,11 @@ def _shares(weights: list[str], alpha: list[str], count: int) -> Weights:
         except ValueError:
             raise FileError(f"{option} {text!r} is no number") from None
 
-    if not alpha:
-        if weights in (["equal"], ["greedy"]):
-            return "equal" if weights == ["equal"] else "greedy"
-        return [number(text, "--weights") for text in weights]
+    if alpha is None:
+        return "equal" if weights == ["equal"] else [number(text, "--weights") for text in weights]
     if count != 2:
         raise FileError(f"--alpha is the share of the second of two networks, and there are {count}: use --weights")
-    shares: dict[str, list[float]] = {"*": [0.5, 0.5]}
-    for text in alpha:
-        pattern, _, value = text.rpartition("=")
-        share = number(value, "--alpha")
-        if not 0 <= share <= 1:
-            raise FileError(f"--alpha {text}: a share is between 0 and 1")
-        shares[pattern or "*"] = [1 - share, share]
-    return shares if len(shares) > 1 else shares["*"]
+    share = number(alpha, "--alpha")
+    if not 0 <= share <= 1:
+        raise FileError(f"--alpha {alpha}: a share is between 0 and 1")
+    return [1 - share, share]
