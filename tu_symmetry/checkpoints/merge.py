@@ -208,11 +208,12 @@ class Kept(dict[str, Any]):
             except FileError as error:
                 raise FileError(f"{error} (deleting it has it found again)") from error
             if header.get("made_of") == self.made_of:
-                super().__setitem__(header["key"], {n: t if t.ndim else t.item() for n, t in held.items()})
+                found = {name: held[name] for name in header["names"]}  # in the order in which they came
+                super().__setitem__(header["key"], {n: t if t.ndim else t.item() for n, t in found.items()})
 
     def __setitem__(self, key: str, value: Mapping[str, Tensor | float]) -> None:
         tensors = {n: t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64) for n, t in value.items()}
-        header = {"key": key, "made_of": self.made_of}
+        header = {"key": key, "made_of": self.made_of, "names": list(value)}
         write_owned(self.folder / f"{digest_of(key)}.safetensors", tensors, header)
         super().__setitem__(key, value)
 
