@@ -347,29 +347,40 @@ def open_safetensors(path: AnyPath, *, device: str | torch.device = "cpu") -> An
 
 
 def _read_head(path: AnyPath) -> tuple[Header, bytes]:
-    """The parsed head of a file and its bytes; safetensors checks that it describes the file to the byte."""
+    """The parsed head of a file, which has to describe it to the byte, and the head's bytes."""
     with Path(path).open("rb") as file:
-        length = file.read(8)
+        length, size = file.read(8), os.fstat(file.fileno()).st_size
         count = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-        if not 2 <= count <= os.fstat(file.fileno()).st_size - 8:
+        if not 2 <= count <= size - 8:
             raise FileError(f"{path} is truncated or no safetensors file")
         text = file.read(count)
-    open_safetensors(path)
+    places: dict[str, int] = {}
+    end = 8 + count
     try:
         entries = json.loads(text)
         metadata = dict(entries.pop("__metadata__", None) or {})
-        layout = {n: (tuple(e["shape"]), DTYPES[e["dtype"]]) for n, e in entries.items()}
-        ordered = sorted(entries.items(), key=lambda entry: entry[1]["data_offsets"])
-        places = {n: 8 + count + e["data_offsets"][0] for n, e in ordered}
+        layout = {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        for name, entry in sorted(entries.items(), key=lambda found: found[1]["data_offsets"]):
+            (shape, dtype), (start, stop) = layout[name], entry["data_offsets"]
+            if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop)):
+                raise ValueError(f"{name!r} has sizes or places that are none")
+            if (8 + count + start, stop - start) != (end, math.prod(shape) * dtype.itemsize):
+                raise ValueError(f"{name!r} of shape {shape} and {dtype} does not lie in its place")
+            places[name] = end
+            end += stop - start
+        digest = metadata.pop(_DIGEST, None)
         written_by = json.loads(metadata.pop(_VERSIONS, "{}"))
         modules = json.loads(metadata.pop(_MODULES, "null"))
-    except (ValueError, KeyError, TypeError) as error:
+        if (digest is None and written_by) or (digest is not None and len(digest) != 64):
+            raise ValueError("its digest is no digest")
+        if not all(isinstance(one, str) for one in metadata.values()) or not isinstance(written_by, dict):
+            raise ValueError("its metadata are no texts")
+        if modules is not None and not all(isinstance(module, dict) for module in modules.values()):
+            raise ValueError("what it says of the network's modules is no mapping")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(f"{path} is damaged or no safetensors file (its header: {error})") from error
-    digest = metadata.pop(_DIGEST, None)
-    if modules is not None and not (isinstance(modules, dict) and all(isinstance(m, dict) for m in modules.values())):
-        raise FileError(f"{path} is damaged: what it says of the network's modules is no mapping")
-    if (digest is None and written_by) or len(digest or _ZEROS) != 64 or not isinstance(written_by, dict):
-        raise FileError(f"{path} is damaged: its digest is no digest")
+    if end != size:
+        raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {end}")
     return Header(metadata, layout, digest, written_by, places, modules), length + text
 
 
