@@ -2,7 +2,7 @@
 
 A file is written under a temporary name beside it, ``.NAME.1a2b3c4d.tmp``, and renamed. A *seal* is a BLAKE2b digest of
 the whole file inside it, beside the versions that wrote it: in the metadata of safetensors, under a key of JSON.
-Reading checks it. A file without a seal, of an older version, is read with an :class:`UnsealedFileWarning`.
+Reading checks it, in files of other programs as far as they have one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 import secrets
 import shutil
 import struct
-import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,10 +52,6 @@ class FileError(ValueError):
 
 class FolderInUseError(RuntimeError):
     """Another process writes the folder."""
-
-
-class UnsealedFileWarning(UserWarning):
-    """A file of an older version, whose content cannot be checked."""
 
 
 @dataclass(frozen=True)
@@ -248,18 +243,15 @@ def read_header(path: AnyPath) -> Header:
     return _read_head(path)[0]
 
 
-def check_file(path: AnyPath, *, finite: bool = False, warn: bool = True) -> Header:
+def check_file(path: AnyPath, *, finite: bool = False) -> Header:
     """Read a safetensors file once, a megabyte at a time, and compare it with its seal; returns its header.
 
-    With ``finite``, NaN and infinite values are errors, in a file without a seal too. ``warn`` says whether a file
-    without a seal is worth a warning.
+    With ``finite``, NaN and infinite values are errors, in a file without a seal too.
 
     Raises:
         FileError: a file that is truncated, foreign, or was changed after it was written.
     """
     header, head = _read_head(path)
-    if header.digest is None and warn:
-        warn_unsealed(path)
     if header.digest is None and not finite:
         return header
     digest = _hash(head.replace((header.digest or _ZEROS.decode()).encode(), _ZEROS, 1))
@@ -284,11 +276,15 @@ def check_file(path: AnyPath, *, finite: bool = False, warn: bool = True) -> Hea
     return header
 
 
-def read_safetensors(
-    path: AnyPath, *, device: str | torch.device = "cpu", warn: bool = True
-) -> tuple[dict[str, Tensor], Header]:
-    """The tensors of a safetensors file and its header, see :class:`TensorFile`."""
-    file = TensorFile(path, device=device, warn=warn)
+def read_safetensors(path: AnyPath, *, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], Header]:
+    """The tensors of a file that this library wrote, see :class:`TensorFile`, and its header.
+
+    Raises:
+        FileError: a file without a seal, or as for :class:`TensorFile`.
+    """
+    file = TensorFile(path, device=device)
+    if file.header.digest is None:
+        raise FileError(f"{path} carries no digest: this library, as it is now, has not written it; make it again")
     return dict(file), file.header
 
 
@@ -307,10 +303,10 @@ class TensorFile(Mapping[str, Tensor]):
         FileError: a file that is truncated, foreign, or was changed after it was written.
     """
 
-    def __init__(self, path: AnyPath, *, device: str | torch.device = "cpu", warn: bool = True) -> None:
+    def __init__(self, path: AnyPath, *, device: str | torch.device = "cpu") -> None:
         self.path, self.device = Path(path), device
         self._stamp = self._look()
-        self.header = check_file(path, warn=warn)
+        self.header = check_file(path)
         self._metadata = self.header.modules
 
     def _look(self) -> tuple[int, int, int]:
@@ -461,13 +457,3 @@ def versions() -> dict[str, str]:
     from tu_symmetry import __version__
 
     return {"tu_symmetry": __version__, "torch": str(torch.__version__).partition("+")[0]}
-
-
-def warn_unsealed(path: AnyPath) -> None:
-    """Say that a file of an older version cannot be checked."""
-    warnings.warn(
-        f"{path} was written by an older version and carries no digest of its content, so damage would go unnoticed; "
-        "read it and write it again to have one",
-        UnsealedFileWarning,
-        stacklevel=3,
-    )

@@ -400,7 +400,7 @@ def _file(source: str | os.PathLike[str]) -> Path:
 def _open(path: Path, allow: Sequence[Any] = (), device: str | torch.device = "cpu") -> Mapping[str, Tensor]:
     """The tensors of a file or an index: those of safetensors are read when they are asked for, others now."""
     if path.suffix == _SUFFIX:
-        return TensorFile(path, device=device, warn=False)  # most are other programs'
+        return TensorFile(path, device=device)
     if not path.name.endswith(INDEX):
         return _torch_state(path, allow, device)
     files = shards_of(path)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tu_symmetry import files
-from tu_symmetry.files import FileError, FolderInUseError, UnsealedFileWarning
+from tu_symmetry.files import FileError, FolderInUseError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
@@ -261,9 +261,9 @@ def test_no_number_of_a_file_escapes_the_look_for_nan(tmp_path: Path, dtype: tor
     content["w"][place] = torch.tensor(torch.inf).to(dtype)
     for write in (lambda: files.write_safetensors(path, content), lambda: save_file(content, path)):
         write()
-        files.check_file(path, warn=False)
+        files.check_file(path)
         with pytest.raises(FileError, match=r"NaN or infinite values in 'w'"):
-            files.check_file(path, finite=True, warn=False)
+            files.check_file(path, finite=True)
 
 
 def test_a_shard_that_holds_nan_is_refused(store: SampleStore) -> None:
@@ -305,43 +305,17 @@ def test_opening_a_store_reads_no_weights(store: SampleStore, monkeypatch: pytes
     assert checked == [opened.records[2].shard, opened.records[3].shard]  # each once
 
 
-# --- files of the version before
-
-
-def test_stores_without_seals_are_read_with_a_notice_and_go_on(tmp_path: Path) -> None:
-    """What version 0.1.0 wrote before there were seals, written out by hand."""
-    (tmp_path / "s").mkdir()
-    said = {"format": "tu_symmetry.samples", "version": "1"}
-    (tmp_path / "s" / "store.json").write_text(json.dumps({**said, "metadata": {"architecture": "a", "method": "m"}}))
-    for i, state in enumerate(networks()):
-        header = {**said, "chain": "[0]", "step": f"[{i}]", "metadata": "{}"}
-        save_file({n: t[None] for n, t in state.items()}, tmp_path / "s" / f"{i:08d}-0.safetensors", metadata=header)
-    with pytest.warns(UnsealedFileWarning, match=r"store\.json was written by an older version") as found:
-        store = SampleStore.open(tmp_path / "s")
-    assert len(found) == 1 and store.written_by == {}
-    assert all(equal(a, b) for a, b in zip(store, networks(), strict=True))
-    store.append({n: t + 1 for n, t in networks()[0].items()}, step=9)
-    with pytest.warns(UnsealedFileWarning):
-        again = SampleStore.open(tmp_path / "s")
-    assert len(again) == 5
-    new = again.records[-1].shard
-    new.write_bytes(new.read_bytes()[:-1] + bytes([new.read_bytes()[-1] ^ 1]))
-    with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match="changed or damaged"):
-        SampleStore.open(tmp_path / "s")[4]
-
-
-def test_compact_files_without_seals_are_read_with_a_notice(tmp_path: Path) -> None:
+def test_what_carries_no_seal_any_more_is_refused(store: SampleStore, tmp_path: Path) -> None:
+    """Whoever writes it again, with whatever weights."""
     path = tmp_path / "q.safetensors"
-    q = CompactPosterior.from_states(networks(), align=False)
-    q.save(path)
-    content, said = load_file(path), files.read_header(path).metadata
-    save_file(content, path, metadata=said)
-    with pytest.warns(UnsealedFileWarning, match=r"q\.safetensors was written by an older version"):
-        assert equal(CompactPosterior.load(path).mean, q.mean)
-    content["mean/0.weight"][0, 0] = torch.nan
-    save_file(content, path, metadata=said)
-    with pytest.warns(UnsealedFileWarning), pytest.raises(SampleFileError, match=r"mean\['0\.weight'\] holds NaN"):
+    CompactPosterior.from_states(networks(), align=False).save(path)
+    save_file(load_file(path), path, metadata=files.read_header(path).metadata)
+    with pytest.raises(SampleFileError, match="carries no digest"):
         CompactPosterior.load(path)
+    said = json.loads((store.folder / "store.json").read_text())
+    del said["sealed"]
+    (store.folder / "store.json").write_text(json.dumps(said))
+    refused(store.folder, "no digest")
 
 
 # --- writes
