@@ -58,11 +58,9 @@ class Layout(NamedTuple):
 
 
 def as_given(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> State:
-    """Tensors as a state of the type of another one, with what that one has besides its tensors.
+    """Tensors as a state of the type of another one, with its ``_metadata``: the versions of the network's modules.
 
-    The state dict of a module is an ``OrderedDict`` with an attribute ``_metadata``, which holds the versions of its
-    modules, and some modules (torchvision's MNASNet) cannot be loaded without. A view of a state says by an attribute
-    ``as_given`` of what.
+    A view of a state says by an attribute ``as_given`` of what.
     """
     given = getattr(given, "as_given", given)
     metadata = getattr(given, "_metadata", None)
@@ -109,12 +107,9 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
     Args:
         value: what was given.
         what: its name in an error, such as ``state['0.weight']``.
-        kind: the kind of the network's own tensor, see :func:`kind_of`. One that is neither real nor complex (a
-            counter, a mask) may be of any kind but complex. None: any kind will do.
+        kind: the kind of the network's own tensor, see :func:`kind_of`; None for any. In the place of a counter or a
+            mask any kind will do but complex.
         values: whether its values are read, which a tensor on the meta device has not.
-
-    Raises:
-        SymmetryError: no tensor, one that is sparse, quantized or without values, or of another kind.
     """
     if not isinstance(value, Tensor):
         own = type(value)
@@ -148,11 +143,7 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
 
 
 def check_number(value: Any, name: str, *, whole: bool = False) -> None:
-    """Refuse what is no number: a text, as a file or a form gives it, a truth value.
-
-    Raises:
-        TypeError: no number, or no whole one.
-    """
+    """Refuse what is no number (a text, a truth value), or no whole one, with a TypeError."""
     kinds = numbers.Integral if whole else numbers.Real
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -165,10 +156,7 @@ def check_number(value: Any, name: str, *, whole: bool = False) -> None:
 def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
     """A state dict of tensors, or an error that says what it is instead.
 
-    Args:
-        state: what was given.
-        name: what to call it in an error.
-        like: a state of the same network, such as ``model.state_dict()``; tensors must be of its tensors' kinds.
+    Tensors have to be of the same kinds as those of ``like``, a state of the same network, if it is given.
 
     Raises:
         TypeError: not a mapping of names to tensors.
@@ -190,7 +178,6 @@ def unstack(states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor] | nn.Mo
 
     Raises:
         TypeError: members that are not state dicts.
-        SymmetryError: values that are no tensors.
         ValueError: tensors without a common leading axis; a routine of which it is not clear which network is meant.
     """
     if is_source(states):
@@ -217,11 +204,7 @@ def read_state(network: Any, name: str) -> State:
 
 
 def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
-    """Stack states of one architecture along a new leading sample axis; ``unstack_states`` undoes it.
-
-    Raises:
-        ValueError: no states, or states whose names or shapes differ.
-    """
+    """Stack states of one architecture along a new leading sample axis."""
     if not states:
         raise ValueError("no states to stack: the list is empty")
     first = layout_of(states[0])
@@ -237,12 +220,7 @@ def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str
 
 
 def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first.
-
-    Raises:
-        ValueError: no networks, or networks of several architectures.
-        SymmetryError: tensors of several kinds under one name.
-    """
+    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first."""
     members = unstack(states)
     if not members:
         raise ValueError("there is no network to take a mean of: the list of states is empty")
@@ -263,13 +241,7 @@ def _mean(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def require_alike(state: Mapping[str, Tensor], like: Mapping[str, Tensor], name: str, like_name: str) -> None:
-    """Refuse states of two architectures, or with numbers of two kinds under one name; precisions may differ.
-
-    Raises:
-        TypeError: not a mapping of names to tensors.
-        ValueError: names or shapes that differ.
-        SymmetryError: values that are no tensors, or tensors of two kinds.
-    """
+    """Refuse states of two architectures, or with numbers of two kinds under one name; precisions may differ."""
     require_state(state, name, like=like)
     require_state(like, like_name, like=state)
     first = layout_of(like)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,10 @@ from tu_symmetry.files import (
     write_text,
 )
 from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.states import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import measured
-from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
+from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 REPORT, REPORT_DATA = "report.md", "report.json"
@@ -54,7 +55,6 @@ _MARKS = {
     REPORT: "<!-- tu_symmetry.aligned -->",
     **dict.fromkeys((REPORT_DATA, BARRIERS), f'"format": "{FORMAT}"'),
 }
-_MEANS = ("mean", "universe")
 _FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
@@ -93,8 +93,8 @@ class FileAlignment:
     reference_sha256: str
     search: dict[str, Any]
     options: dict[str, Any]
-    files: tuple[Aligned, ...] = ()
-    skipped: int = 0
+    files: tuple[Aligned, ...]
+    skipped: int
 
     @property
     def key(self) -> str:
@@ -178,7 +178,8 @@ def align_files(
         FolderInUseError: another run works in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
-    if mode in ("medoid", *_MEANS) and len(checkpoints) < 2:
+    averaged = mode in ("mean", "universe")
+    if (averaged or mode == "medoid") and len(checkpoints) < 2:
         raise FileError(f"a {mode} needs at least two checkpoints, got one")
     if out.exists() and not out.is_dir():
         raise FileError(f"{out} is a file, and the results need a folder; choose another name with --out")
@@ -203,100 +204,95 @@ def align_files(
                 threads=threads,
                 progress=lambda at: tracker.update(at["done"] * len(files) // at["total"], step=at["step"]),
             )
-        path, search = reference, dict(target.search)
-        if mode in _MEANS:
-            path = out / MEAN
-            write_owned(path, target.state, {"mean_of": len(files)})
-        elif target.index is not None:
-            path = files[target.index].path
+        search = dict(target.search)
         if mode == "medoid":
             search["candidates"] = [str(files[k].path) for k in search["candidates"]]
+        if averaged:
+            write_owned(out / MEAN, target.state, {"mean_of": len(files)})
+        path = reference if isinstance(reference, Path) else out / MEAN
+        path = path if target.index is None else files[target.index].path
+        options = {"solver": solver, "prefix": prefix}
+        digest = sha256(path)
+        header = {
+            "architecture": graph.architecture,
+            "mode": "mean" if averaged else "file",
+            "reference_sha256": digest,
+            "options": options,
+        }
+
+        def one(k: int) -> Aligned:
+            state, permutation = load_checkpoint(graph, files[k].path, prefix), target.permutations.get(k)
+            if files[k].sha256 == digest:
+                permutation = identity_permutation(graph)
+            elif permutation is None:
+                permutation = weight_matching(graph, target.state, state, solver=solver).permutation
+            return _write(graph, files[k], out, header, target, state, permutation)
+
+        done = [_done_before(out, file, header) for file in files]
+        results = {k: found for k, found in enumerate(done) if found is not None}
+        skipped, todo = len(results), [k for k in range(len(files)) if k not in results]
+        before = f" ({skipped} done before)" if skipped else ""
+        with track(f"{'writing' if averaged else 'aligning'}{before}", len(todo)) as tracker:
+            for k, result in bounded(one, todo, threads):
+                results[k] = result
+                tracker.update(len(results) - skipped, file=files[k].path.name)
         alignment = FileAlignment(
             architecture=graph.architecture,
             mode=mode,
-            reference=MEAN if mode in _MEANS else str(path),
-            reference_sha256=sha256(Path(path)),
+            reference=MEAN if averaged else str(path),
+            reference_sha256=digest,
             search=search,
-            options={"solver": solver, "prefix": prefix},
+            options=options,
+            files=tuple(results[k] for k in range(len(files))),
+            skipped=skipped,
         )
-        alignment = _permute_files(graph, files, out, alignment, target, threads, track)
         if (out / BARRIERS).exists():
             (out / FIGURE).unlink(missing_ok=True)
         write_reports(out, alignment)
     return alignment
 
 
-def _permute_files(
+def _aligned(file: Checkpoint, figures: Mapping[str, Any]) -> Aligned:
+    names = f"{file.name}.safetensors", f"{file.name}{PERMUTATION}"
+    return Aligned(str(file.path), file.sha256, *names, **{name: figures[name] for name in _FIGURES})
+
+
+def _write(
     graph: SymmetryGraph,
-    files: Sequence[Checkpoint],
+    file: Checkpoint,
     out: Path,
-    alignment: FileAlignment,
+    header: Mapping[str, Any],
     target: Target,
-    threads: int,
-    track: Track,
-) -> FileAlignment:
-    """Write each network and its permutation, which is matched to the target where it is not known."""
-    prefix, solver = alignment.options["prefix"], alignment.options["solver"]
-    averaged = alignment.mode in _MEANS
-
-    def header(k: int) -> dict[str, Any]:
-        return {
-            "architecture": graph.architecture,
-            "mode": "mean" if averaged else "file",
-            "reference_sha256": alignment.reference_sha256,
-            "options": alignment.options,
-            "source_sha256": files[k].sha256,
-        }
-
-    def aligned(k: int, figures: Mapping[str, Any]) -> Aligned:
-        name = files[k].name
-        return Aligned(str(files[k].path), files[k].sha256, f"{name}.safetensors", f"{name}{PERMUTATION}", **figures)
-
-    def one(k: int) -> Aligned:
-        state = load_checkpoint(graph, files[k].path, prefix)
-        permutation = target.permutations.get(k)
-        if files[k].sha256 == alignment.reference_sha256:
-            permutation = identity_permutation(graph)
-        elif permutation is None:
-            permutation = weight_matching(graph, target.state, state, solver=solver).permutation
-        moved = permute_tensors(graph, permutation, state)
-        certificate, _ = measured(graph, state, moved, f"{files[k].path}, aligned", rounded=False)
-        figures = {
-            "transpositions": transposition_count(permutation),
-            "distance_before": weight_distance(graph, target.state, state),
-            "distance_after": weight_distance(graph, target.state, moved),
-            "output_change": None if certificate is None else certificate.change,
-            "output_change_allowed": None if certificate is None else certificate.allowed,
-        }
-        result = aligned(k, figures)
-        write_owned(out / result.permutation, permutation, {**header(k), **figures})
-        write_owned(out / result.aligned, moved, {**header(k), **figures})
-        return result
-
-    results: dict[int, Aligned] = {}
-    for k, file in enumerate(files):
-        written = [out / f"{file.name}{suffix}" for suffix in (".safetensors", PERMUTATION)]
-        if (figures := _done_before(written, header(k))) is not None:
-            results[k] = aligned(k, figures)
-    skipped = len(results)
-    todo = [k for k in range(len(files)) if k not in results]
-    before = f" ({skipped} done before)" if skipped else ""
-    with track(f"{'writing' if averaged else 'aligning'}{before}", len(todo)) as tracker:
-        for k, result in bounded(one, todo, threads):
-            results[k] = result
-            tracker.update(len(results) - skipped, file=files[k].path.name)
-    return replace(alignment, files=tuple(results[k] for k in range(len(files))), skipped=skipped)
+    state: State,
+    permutation: Permutation,
+) -> Aligned:
+    """Write the permuted network, whose outputs are compared, and the permutation."""
+    moved = permute_tensors(graph, permutation, state)
+    certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=False)
+    figures = {
+        "transpositions": transposition_count(permutation),
+        "distance_before": weight_distance(graph, target.state, state),
+        "distance_after": weight_distance(graph, target.state, moved),
+        "output_change": None if certificate is None else certificate.change,
+        "output_change_allowed": None if certificate is None else certificate.allowed,
+    }
+    result = _aligned(file, figures)
+    whole = {**header, "source_sha256": file.sha256, **figures}
+    write_owned(out / result.permutation, permutation, whole)
+    write_owned(out / result.aligned, moved, whole)
+    return result
 
 
-def _done_before(written: Sequence[Path], header: Mapping[str, Any]) -> dict[str, Any] | None:
-    """NoT and distances of a former run with the same source, reference and options; None if there was none."""
+def _done_before(out: Path, file: Checkpoint, header: Mapping[str, Any]) -> Aligned | None:
+    """What a former run has written with the same source, reference and options; None if there was none."""
+    written = [out / f"{file.name}{suffix}" for suffix in (".safetensors", PERMUTATION)]
     first, second = map(owned_header, written)
-    wanted = {**header, "version": VERSION}
+    wanted = {**header, "source_sha256": file.sha256, "version": VERSION}
     if first is None or first != second or any(first.get(k) != v for k, v in wanted.items()):
         return None
     for path in written:
         check_file(path)
-    return {name: first[name] for name in _FIGURES}
+    return _aligned(file, first)
 
 
 def _certified(alignment: FileAlignment) -> str:
