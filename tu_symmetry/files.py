@@ -399,33 +399,28 @@ def check_archive(path: AnyPath) -> None:
     with Path(path).open("rb") as file:
         if file.read(4) != b"PK\3\4":
             return
-        size, member = os.stat(path).st_size, None
+        size, why, bad = os.stat(path).st_size, "", None
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
-                packed = [one.filename for one in members if one.compress_type != zipfile.ZIP_STORED]
                 total = sum(one.file_size for one in members)
+                packed = [one.filename for one in members if one.compress_type != zipfile.ZIP_STORED]
                 if packed or total > size:
                     why = f"{packed[0]!r} is compressed" if packed else "its members overlap"
-                    raise FileError(
-                        f"{path} would take {total} bytes of memory and has {size}: {why}, as torch.save writes no "
-                        "files; if you trust it, load it with torch and save it again"
-                    )
-                checked = members if any(one.CRC for one in members) else []  # set_crc32_options(False) leaves them out
-                for member in checked:
-                    with archive.open(member) as content:
-                        while content.read(_BLOCK):
-                            pass
-        except FileError:
-            raise
+                elif any(one.CRC for one in members):  # torch.serialization.set_crc32_options(False) leaves them out
+                    bad = archive.testzip()
         except (zipfile.BadZipFile, RuntimeError, EOFError, struct.error, ValueError, OSError) as error:
             if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise  # a place before the beginning of the file is an error of the system too
-            what = "its directory cannot be read" if member is None else f"{member.filename!r} has another checksum"
-            raise FileError(
-                f"{path} is truncated, or was changed or damaged after it was written: {what} ({error}); restore it, "
-                "or make it again"
-            ) from error
+            bad = error
+    if why:
+        raise FileError(
+            f"{path} would take {total} bytes of memory and has {size}: {why}, as torch.save writes no files; if you "
+            "trust it, load it with torch and save it again"
+        )
+    if bad is not None:
+        what = f"{bad!r} has another checksum" if isinstance(bad, str) else f"its directory cannot be read ({bad})"
+        raise FileError(f"{path} is truncated, or was changed or damaged after it was written: {what}; restore it")
 
 
 def _hash(content: bytes = b"") -> Any:

@@ -1,4 +1,4 @@
-"""From where weights are to files on this machine: folders, Hugging Face repositories and data sets, timm's tags.
+"""From where weights are to files on this machine: folders, and repositories and data sets of Hugging Face.
 
 | source | what it stands for |
 |---|---|
@@ -6,7 +6,6 @@
 | ``folder`` | a network as ``save_pretrained`` writes it (one file, or an index of several), else all its checkpoints |
 | ``hf://owner/name``, ``hf://owner/name@revision/path`` | files of a repository of Hugging Face |
 | ``hf://datasets/owner/name/path/*.ckpt`` | files of a data set |
-| ``timm://resnet18.a1_in1k`` | the weights of a pretrained tag of timm |
 
 A path may be a file, a folder, or a pattern. What was fetched before comes from the cache of ``huggingface_hub``.
 """
@@ -30,7 +29,7 @@ WHOLE = (
     "diffusion_pytorch_model.bin",
     "pytorch_model.bin",
 )
-_HF, _TIMM = "hf://", "timm://"
+_HF = "hf://"
 _REPO = re.compile(
     r"(?:(?P<kind>datasets|spaces|models)/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.*))?"
 )
@@ -42,7 +41,7 @@ class SourceError(FileError):
 
 def is_remote(source: str | os.PathLike[str]) -> bool:
     """Whether weights have to be fetched first."""
-    return str(source).startswith((_HF, _TIMM))
+    return str(source).startswith(_HF)
 
 
 def locate(source: str | os.PathLike[str]) -> list[Path]:
@@ -54,11 +53,9 @@ def locate(source: str | os.PathLike[str]) -> list[Path]:
     Raises:
         SourceError: nothing there, or nothing that can be reached.
     """
-    text, path = str(source), Path(source)
-    if text.startswith(_TIMM):
-        return [_from_timm(text)]
-    if text.startswith(_HF):
-        return _from_hub(text)
+    if is_remote(source):
+        return _from_hub(str(source))
+    path = Path(source)
     if path.is_dir():
         return weights_in(path)
     if not path.is_file():
@@ -171,27 +168,3 @@ def _snapshot(text: str, repo: str, repo_type: str | None, revision: str | None,
             f"right, run `{' '.join(words)} --local-dir FOLDER` where there is a network, copy FOLDER here, and name "
             "it instead"
         ) from error
-
-
-def _from_timm(text: str) -> Path:
-    """The file of a pretrained tag; names of tensors are those of ``timm.create_model(name)``."""
-    import timm
-
-    name = text[len(_TIMM) :]
-    network = name.partition(".")[0]
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{network}*")[:4]
-        raise SourceError(f"timm has no network {name!r}" + (f"; near are {', '.join(near)}" if near else ""))
-    known = timm.list_pretrained(f"{network}.*")
-    if "." in name and name not in known:
-        raise SourceError(f"timm has no weights {name!r}; tags of this network are {', '.join(known) or 'none'}")
-    config: Any = timm.get_pretrained_cfg(name)
-    hub = getattr(config, "hf_hub_id", None)
-    if not hub:
-        url = getattr(config, "url", "") or "nowhere"
-        raise SourceError(
-            f"timm has no weights of {name!r} on Hugging Face, but at {url}: download them, and name the file"
-        )
-    repo = hub if "/" in hub and not hub.endswith("/") else f"{hub.rstrip('/')}/{name}"
-    file = getattr(config, "hf_hub_filename", None) or "model.safetensors"
-    return _from_hub(f"{_HF}{repo}/{file}")[0]

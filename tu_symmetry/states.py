@@ -293,9 +293,8 @@ def load_state(
         path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
             checkpoint) that holds one under ``state_dict``; the index (``.safetensors.index.json``) of a network that
             is cut into several files, or the folder that ``save_pretrained`` wrote. Or where it is fetched from:
-            ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, ``timm://resnet18.a1_in1k``, see
-            :mod:`tu_symmetry.sources`. Or the LightningModule that has trained it (a routine of TorchUncertainty): a
-            copy of its network's weights.
+            ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, see :mod:`tu_symmetry.sources`. Or the
+            LightningModule that has trained it (a routine of TorchUncertainty): a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
         allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
         device: where to put the tensors.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _SOURCES = (
     "Lightning checkpoints, torch state dicts or safetensors files, globs of them, folders of checkpoints or of "
-    "save_pretrained, hf://OWNER/NAME/FILE, hf://datasets/OWNER/NAME/FILE, or timm://NAME.TAG"
+    "save_pretrained, hf://OWNER/NAME/FILE, or hf://datasets/OWNER/NAME/FILE"
 )
 
 
