@@ -15,15 +15,7 @@ class MissingExtraError(ImportError):
 
 @contextmanager
 def from_extra(extra: str, *, purpose: str) -> Iterator[None]:
-    """Stands around the import of a package that an extra of ``pyproject.toml`` brings.
-
-    Args:
-        extra: name of the extra.
-        purpose: what the package is needed for, the subject of the sentence.
-
-    Raises:
-        MissingExtraError: the package, or one that it imports, is not installed.
-    """
+    """Stands around the import of a package that an extra brings; ``purpose`` is the subject of the error."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -56,16 +56,10 @@ class FolderInUseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """What the head of a safetensors file says.
+    """What the head of a safetensors file says: the writer's entries, shape and dtype of each tensor, the seal.
 
-    Attributes:
-        metadata: the writer's own entries.
-        layout: name to shape and dtype of each tensor.
-        digest: the seal, 64 hexadecimal digits; None in a file without one.
-        versions: package to version of what wrote a sealed file.
-        places: name to the byte of the file where a tensor begins; in the file's order, without gaps.
-        modules: what ``state_dict()`` notes of each module, its version above all (``_metadata``); None if the file
-            says nothing of it.
+    ``places`` has the byte at which each tensor begins, in the file's order, and ``modules`` what a state dict notes of
+    each module (its ``_metadata``).
     """
 
     metadata: dict[str, str]
@@ -132,9 +126,6 @@ def lock_folder(folder: AnyPath) -> Iterator[None]:
     """Keep others from writing a folder, which must exist; the operating system lets go however the process ends.
 
     The folder takes a file ``.lock``, which stays.
-
-    Raises:
-        FolderInUseError: another process, or another block of this one, holds it.
     """
     from filelock import FileLock, Timeout
 
@@ -166,14 +157,7 @@ def write_json(path: AnyPath, value: Any, *, seal: bool = False) -> None:
 
 
 def read_json(path: AnyPath) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Read a JSON object and check its seal, if it has one.
-
-    Returns:
-        The object without the seal, and the versions that wrote it; None for those of a file without a seal.
-
-    Raises:
-        FileError: no JSON object, or one that was changed after it was written.
-    """
+    """A JSON object without its seal, which is checked, and the versions that wrote it; None for those without one."""
     try:
         content = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -203,9 +187,6 @@ def write_safetensors(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Ma
     The safetensors library's own writer keeps metadata in a random order and reports a full disk without a number. The
     digest is of the whole file, with zeros where it stands. Tied tensors are written under each of their names, and the
     ``_metadata`` of a state dict with them.
-
-    Raises:
-        ValueError: a tensor that such a file cannot hold.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
@@ -247,9 +228,6 @@ def check_file(path: AnyPath, *, finite: bool = False) -> Header:
     """Read a safetensors file once, a megabyte at a time, and compare it with its seal; returns its header.
 
     With ``finite``, NaN and infinite values are errors, in a file without a seal too.
-
-    Raises:
-        FileError: a file that is truncated, foreign, or was changed after it was written.
     """
     header, head = _read_head(path)
     if header.digest is None and not finite:
@@ -277,11 +255,7 @@ def check_file(path: AnyPath, *, finite: bool = False) -> Header:
 
 
 def read_safetensors(path: AnyPath, *, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], Header]:
-    """The tensors of a file that this library wrote, see :class:`TensorFile`, and its header.
-
-    Raises:
-        FileError: a file without a seal, or as for :class:`TensorFile`.
-    """
+    """The tensors of a file that this library wrote, see :class:`TensorFile`, and its header."""
     file = TensorFile(path, device=device)
     if file.header.digest is None:
         raise FileError(f"{path} carries no digest: this library, as it is now, has not written it; make it again")
@@ -298,9 +272,6 @@ class TensorFile(Mapping[str, Tensor]):
 
     The safetensors library maps the file: one tensor keeps the memory of all, and products of factors that lie
     unaligned round differently. The seal is compared once, when this is made; a file that is replaced is noticed.
-
-    Raises:
-        FileError: a file that is truncated, foreign, or was changed after it was written.
     """
 
     def __init__(self, path: AnyPath, *, device: str | torch.device = "cpu") -> None:
@@ -392,9 +363,6 @@ def check_archive(path: AnyPath) -> None:
 
     Members are stored as they are, so that reading takes no more memory than the file has bytes. What is no archive
     (the format of torch before 1.6) has no checksums and is not looked at.
-
-    Raises:
-        FileError: an archive that is truncated, a member that was changed after it was written, or is compressed.
     """
     with Path(path).open("rb") as file:
         if file.read(4) != b"PK\3\4":

@@ -27,17 +27,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def require_memory(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Refuse what would not fit the memory.
-
-    Args:
-        needed: bytes, with all that is alive at the same time.
-        device: where they would be.
-        what: is about to be made, a subject with its size.
-        instead: what to do.
-
-    Raises:
-        ValueError: there is less than that.
-    """
+    """Refuse what needs more bytes at its peak than are free; ``what`` is a subject with its size."""
     if needed > _SMALL and needed > (free := free_memory(device)):
         raise ValueError(
             f"{what} needs about {needed / 2**30:.1f} GiB at its peak, and {free / 2**30:.1f} GiB are free on "

@@ -49,9 +49,6 @@ def locate(source: str | os.PathLike[str]) -> list[Path]:
 
     A network that is cut into several files stands for itself by its index (``.safetensors.index.json``), which
     :func:`~tu_symmetry.load_state` reads as one.
-
-    Raises:
-        SourceError: nothing there, or nothing that can be reached.
     """
     if is_remote(source):
         return _from_hub(str(source))
@@ -64,11 +61,7 @@ def locate(source: str | os.PathLike[str]) -> list[Path]:
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """One file for a network as ``save_pretrained`` writes it; else all files of checkpoints in the folder.
-
-    Raises:
-        SourceError: a pipeline of several networks, or no weights.
-    """
+    """One file for a network as ``save_pretrained`` writes it; else all files of checkpoints in the folder."""
     for name in WHOLE:
         for there in (folder / name, folder / f"{name}{INDEX}"):
             if there.is_file():
@@ -92,9 +85,6 @@ def shards_of(index: Path) -> dict[str, Path]:
 
     An index may name files of weights in its own folder and below alone. A link that stands there is followed, as the
     cache of ``huggingface_hub`` is made of them.
-
-    Raises:
-        SourceError: no such index, files that are not there, or that it may not name.
     """
     try:
         names = json.loads(index.read_bytes())["weight_map"]

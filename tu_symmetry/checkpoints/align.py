@@ -116,9 +116,7 @@ class FileAlignment:
         ]
         if len(rows) < len(self.files):
             rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", "", "", "", ""])
-        named = Path(self.reference).name
-        if len({Path(f.source).name for f in self.files}) < len(self.files):  # a bare name would not tell
-            named = os.path.relpath(self.reference, shared)
+        named = os.path.relpath(self.reference, shared)
         target = {
             "mean": "the mean of all (each was matched to the mean of those before it)",
             "universe": "the mean of all",
@@ -170,12 +168,6 @@ def align_files(
         max_iterations: bound on the sweeps of a universe.
         threads: networks that are matched at the same time (a mean and sweeps go one after the other).
         track: shows the progress.
-
-    Raises:
-        SymmetryError: a permuted network's outputs changed by more than rounding explains; it is not written.
-        FileError: checkpoints that cannot be used; two that would have the same name; a file in ``out`` that this
-            function has not written, that was changed since, or that is read.
-        FolderInUseError: another run works in ``out``.
     """
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")

@@ -6,7 +6,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,7 @@ class ArchitectureError(ValueError):
 
 @dataclass(frozen=True)
 class Architecture:
-    """What was typed about a network.
-
-    Attributes:
-        model: dotted name of a class or function that returns a module (``torchvision.models.resnet50``).
-        inputs: one ``1,3,224,224`` or ``1,16:long`` for each positional argument of ``forward``.
-        init: ``KEY=VALUE`` arguments of ``model``.
-        kwargs: ``KEY=VALUE`` keyword arguments of ``forward``; a value like ``1,16:bool`` is a tensor.
-        dtype: precision of the module and of its floating-point inputs.
-    """
+    """What was typed about a network; see the help of ``tu-symmetry inspect``."""
 
     model: str
     inputs: Sequence[str]
@@ -48,22 +40,13 @@ class Architecture:
     dtype: torch.dtype = torch.float32
 
     def build(self) -> nn.Module:
-        """The module, with random weights; ``weights=None`` is passed to what takes ``weights``.
-
-        Raises:
-            ArchitectureError: no such name, or what it returns is no module.
-        """
+        """The module, with random weights; ``weights=None`` is passed to what takes ``weights``."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             return _build(self.model, self.init).to(self.dtype)
 
     def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
-        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long.
-
-        Raises:
-            ArchitectureError: the module cannot be built or called.
-            SymmetryError: it cannot be traced, or a symmetry does not hold.
-        """
+        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long."""
         with step(console, f"building {self.model}"):
             module = self.build().eval()
         generator = torch.Generator().manual_seed(0)
@@ -120,16 +103,9 @@ def _build(dotted: str, init: Sequence[str]) -> nn.Module:
         build = resolve(dotted)
     except ConfigError as error:
         raise ArchitectureError(f"{error}; --model takes a dotted name such as torchvision.models.resnet50") from error
-    if isinstance(build, nn.Module) and not arguments:
-        return build
-    if isinstance(build, nn.Module) or not callable(build):
-        kind = type(build).__name__
-        raise ArchitectureError(f"{dotted} is a {kind}, not a class or function that builds a module from --init")
-    try:
+    with suppress(ValueError, TypeError):  # builtins have no signature
         if "weights" in inspect.signature(build).parameters:
             arguments.setdefault("weights", None)
-    except ValueError:  # builtins have no signature
-        pass
     try:
         module = build(**arguments)
     except Exception as error:
@@ -166,19 +142,11 @@ def weightless(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module
     return module
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """``float32``, ``long``, ``bool``, ... as a dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ArchitectureError(f"{name!r} is no dtype of torch; examples: float32, float64, long, bool")
-    return dtype
-
-
 def parse_precision(name: str) -> torch.dtype:
     """A dtype that networks can be in: ``float64``, ``float32``, ``bfloat16`` or ``float16``."""
-    dtype = parse_dtype(name)
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ArchitectureError(f"{name} is no dtype of a network here; use float64, float32, bfloat16 or float16")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ArchitectureError(f"{name!r} is no dtype of a network; use float64, float32, bfloat16 or float16")
     return dtype
 
 
@@ -193,7 +161,9 @@ def parse_input(text: str, dtype: torch.dtype, generator: torch.Generator) -> Te
         raise ArchitectureError(f"{text!r} is no shape: write positive sizes as 1,3,224,224, or 1,16:long for integers")
     if math.prod(shape) > _ELEMENTS:
         raise ArchitectureError(f"{text!r} has more than {_ELEMENTS} elements; a small batch of small inputs is enough")
-    wanted = parse_dtype(name) if name else dtype
+    wanted = getattr(torch, name, None) if name else dtype
+    if not isinstance(wanted, torch.dtype):
+        raise ArchitectureError(f"{name!r} is no dtype of torch; examples: float32, float64, long, bool")
     try:
         if wanted.is_floating_point or wanted.is_complex:
             return torch.randn(shape, generator=generator, dtype=wanted, device="cpu")

@@ -36,14 +36,7 @@ WHEN = ("before", "after")
 
 @dataclass(frozen=True)
 class BarrierData:
-    """Batches, in memory, and what they are.
-
-    Attributes:
-        name: as it was typed.
-        evaluation: batches ``(inputs, targets)`` on which losses are measured.
-        statistics: batches of inputs for re-estimated statistics.
-        digest: the digest of all of it.
-    """
+    """Batches in memory: ``(inputs, targets)`` to measure losses on, inputs for statistics, and the digest of all."""
 
     name: str
     evaluation: list[tuple[Tensor, Tensor]]
@@ -62,9 +55,6 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
     It names a LightningDataModule (losses on its test loader, the first if there are several; statistics on its
     training loader), or a function that returns a loader of batches ``(inputs, targets)`` (for both), or a pair of
     loaders: evaluation and statistics. ``arguments`` are ``KEY=VALUE`` texts for it.
-
-    Raises:
-        FileError: no such name, or what it returns gives no such batches.
     """
     values = parse_assignments(arguments, "--data-init")
     try:
@@ -118,11 +108,7 @@ def _first(loader: Iterable[Any], num_samples: int, dtype: torch.dtype) -> list[
 
 
 def check_loss(model: nn.Module, data: BarrierData, loss: str, corrections: Sequence[Correction] = ()) -> Loss:
-    """The loss of a dotted name, tried on the first batch, so that a wrong one is known before anything is aligned.
-
-    Raises:
-        FileError: no such function, it fails on the network's outputs, or a correction that the network has no use for.
-    """
+    """The loss of a dotted name, tried on the first batch, so that a wrong one is known before anything is aligned."""
     if "batchnorm" in corrections and not batchnorm_layers(model):
         raise FileError(f"{type(model).__name__} has no BatchNorm statistics to re-estimate; leave out batchnorm")
     try:
@@ -174,17 +160,8 @@ def measure_barriers(
         loss: dotted name of a function ``(outputs, targets) -> mean over the batch``.
         pairs: number of pairs, drawn at random with a fixed seed; None for all.
         points: evenly spaced points on each path, the ends included.
-        corrections: some of ``none``, ``batchnorm`` (running statistics re-estimated) and ``repair``; if empty,
-            ``none``, and ``batchnorm`` for a network that has BatchNorm.
+        corrections: if empty, ``none``, and ``batchnorm`` for a network that has BatchNorm.
         track: shows the progress.
-
-    Returns:
-        What ``report.json`` holds under ``barriers``.
-
-    Raises:
-        FileError: fewer than two networks, a loss that fails, a foreign ``barriers.png``, results that are not those
-            of this alignment any more.
-        FolderInUseError: another run works in the folder.
     """
     if len(alignment.files) < 2:
         raise FileError("barriers are between networks, so there must be two checkpoints at least")

@@ -53,9 +53,6 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Files of weights, in the order given, each once however it is written.
 
     Patterns are paths, globs (``**`` descends into folders), and all that :func:`tu_symmetry.sources.locate` knows.
-
-    Raises:
-        FileError: a pattern that stands for no file, or weights that cannot be fetched.
     """
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
@@ -71,11 +68,7 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 
 def output_names(checkpoints: Sequence[Path]) -> list[str]:
-    """A name for each checkpoint's results: its stem, with its folders or suffix where stems are not unique.
-
-    Raises:
-        FileError: names that agree even then.
-    """
+    """A name for each checkpoint's results: its stem, with its folders or suffix where stems are not unique."""
     absolute = [Path(os.path.abspath(p)) for p in checkpoints]
     shared = os.path.commonpath([p.parent for p in absolute])
     relative = [p.relative_to(shared) for p in absolute]
@@ -91,11 +84,7 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
 
 
 def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
-    """Read a network of the graph's architecture; a file without any name that has the prefix is read as it is.
-
-    Raises:
-        FileError: another architecture, NaN or infinite weights, a stack of networks, a truncated or foreign file.
-    """
+    """Read a network of the graph's architecture; a file without any name that has the prefix is read as it is."""
     state = load_state(path)
     state = without_prefix(state, prefix) or state
     try:
@@ -118,11 +107,7 @@ def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:
 
 
 def check_checkpoints(graph: SymmetryGraph, paths: Sequence[Path], prefix: str, track: Track) -> list[Checkpoint]:
-    """Read every file once, before anything is written, so that a bad one is known at the start and not after hours.
-
-    Raises:
-        FileError: names every file that cannot be used.
-    """
+    """Read every file once, before anything is written, so that a bad one is known at the start and not after hours."""
     found, errors = [], []
     with track("checking the files", len(paths)) as tracker:
         for k, (path, name) in enumerate(zip(paths, output_names(paths), strict=True), 1):
@@ -171,9 +156,6 @@ def refuse_foreign(
         texts: other files that it writes, and a mark that each holds where an earlier run wrote it.
         inputs: what it reads; the parts of an index belong to it. Links, hard links and other cases of letters count.
         others: files and folders that it writes or deletes, and whose owner is looked at elsewhere.
-
-    Raises:
-        FileError: names the file that is in the way.
     """
     read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
     within = {folder for file in read if isinstance(file, Path) for folder in file.parents}

@@ -77,12 +77,6 @@ def merge_files(
 
     What is used of the graph is verified here (nothing, where networks are merged as they are). An ``out`` that an
     earlier run wrote is replaced. ``data`` and ``loss``, a dotted name, are for statistics and scores.
-
-    Raises:
-        SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
-        FileError: fewer than two files, files that cannot be used, or something in the place of a result that this
-            function has not written, or reads.
-        ValueError: arguments that do not fit together, data on which a loss or a statistic is NaN.
     """
     if out.suffix != ".safetensors" or out.is_dir():
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
@@ -220,12 +214,7 @@ class Kept(dict[str, Any]):
 
 @contextmanager
 def working_folder(folder: Path, made_of: Any) -> Iterator[Kept]:
-    """What a merge keeps while it works, in a locked folder, which goes when the block ends without an error.
-
-    Raises:
-        FileError: the folder holds something else.
-        FolderInUseError: another run works there.
-    """
+    """What a merge keeps while it works, in a locked folder, which goes when the block ends without an error."""
     if folder.exists() and not (folder.is_dir() and all(map(_own, folder.iterdir()))):
         raise FileError(f"{folder} was not written by this command; move it away or choose another --out")
     folder.mkdir(exist_ok=True)
@@ -248,15 +237,11 @@ def _own(path: Path) -> bool:
 
 def _check_precision(model: nn.Module, state: State, path: Path) -> None:
     """Networks are measured with their own weights on data in the precision of the module."""
-    wanted, found = (
-        {str(t.dtype).removeprefix("torch.") for t in one.values() if t.is_floating_point()}
-        for one in (model.state_dict(), state)
-    )
+    wanted = {t.dtype for t in model.state_dict().values() if t.is_floating_point()}
+    found = {t.dtype for t in state.values() if t.is_floating_point()}
     if wanted != found:
-        raise FileError(
-            f"{path} holds {', '.join(sorted(found))}, and the network and its data are {', '.join(sorted(wanted))}: "
-            f"pass --dtype {min(found, default='float32')}"
-        )
+        names, own = (", ".join(sorted(str(t).removeprefix("torch.") for t in kinds)) for kinds in (found, wanted))
+        raise FileError(f"{path} holds {names}, and the network and its data are {own}: pass --dtype {names}")
 
 
 def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:

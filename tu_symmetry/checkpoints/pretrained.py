@@ -34,11 +34,7 @@ class Pretrained:
 
     @classmethod
     def beside(cls, weights: Path, *, dtype: torch.dtype = torch.float32) -> Pretrained:
-        """From the folder of a file of weights.
-
-        Raises:
-            ArchitectureError: no such file, or none of diffusers.
-        """
+        """From the folder of a file of weights."""
         path = weights.parent / "config.json"
         hint = "say what the network is with --model and --input"
         if not path.is_file():
@@ -57,11 +53,7 @@ class Pretrained:
         return cls(path, config, dtype)
 
     def build(self) -> nn.Module:
-        """The module, in evaluation mode; its weights have no values and take no memory, whatever its size.
-
-        Raises:
-            ArchitectureError: diffusers is not installed, or the configuration does not fit its version.
-        """
+        """The module, in evaluation mode; its weights have no values and take no memory, whatever its size."""
         try:
             import diffusers
         except ImportError as error:
@@ -91,12 +83,7 @@ class Pretrained:
             ) from error
 
     def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
-        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long.
-
-        Raises:
-            ArchitectureError: it cannot be built.
-            SymmetryError: it cannot be traced, or a symmetry does not hold.
-        """
+        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long."""
         with step(console, f"building {self.config['_class_name']} from {self.path}"):
             module = self.build()
         args, kwargs = self.inputs()
