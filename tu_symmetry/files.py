@@ -367,7 +367,8 @@ def check_archive(path: AnyPath) -> None:
     with Path(path).open("rb") as file:
         if file.read(4) != b"PK\3\4":
             return
-        size, why, bad = os.stat(path).st_size, "", None
+        size, why = os.stat(path).st_size, ""
+        bad: str | Exception | None = None
         try:
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()

@@ -371,23 +371,6 @@ def test_a_file_is_aligned_once_however_it_is_written(
     assert align_files(graph, found[:1], tmp_path / "one").grid().title == "1 checkpoint of Net aligned to last.pt"
 
 
-def test_a_run_killed_within_a_write_leaves_nothing_behind(
-    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it leaves under temporary names the next run takes away."""
-    checkpoints = write(tmp_path, planted(graph, 2)[0])
-    align_files(graph, checkpoints, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        counted(patch, files, "_content").calls = 0
-        patch.setattr(Path, "unlink", lambda *args, **kwargs: None)  # a killed process clears nothing
-        with pytest.raises(Killed):
-            align_files(graph, checkpoints, tmp_path / "out")
-    left = [p.name for p in (tmp_path / "out").iterdir() if files.SCRATCH.fullmatch(p.name)]
-    assert len(left) == 1
-    align_files(graph, checkpoints, tmp_path / "out")
-    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("damage", ["flipped", "cut", "nan"])
 def test_a_result_that_was_changed_is_refused(damage: str, graph: SymmetryGraph, tmp_path: Path) -> None:
     """Each of the files that a run uses again, whatever is wrong with it; a deleted one is made again."""
@@ -447,9 +430,3 @@ def test_runs_at_once_do_not_mix(graph: SymmetryGraph, tmp_path: Path) -> None:
     assert 0 in codes and set(codes) <= {0, 2}
     align_files(graph, paths, tmp_path / "whole", reference="universe")
     assert tree(out) == tree(tmp_path / "whole")
-
-
-def test_results_can_be_read_by_whom_new_files_can_be_read(graph: SymmetryGraph, tmp_path: Path) -> None:
-    align_files(graph, write(tmp_path, planted(graph, 1)[0]), tmp_path / "out")
-    (tmp_path / "plain").write_text("")
-    assert {p.stat().st_mode for p in (tmp_path / "out").iterdir()} == {(tmp_path / "plain").stat().st_mode}

@@ -254,7 +254,7 @@ def _path(
     def merge(state: State, ratio: float) -> State:
         return correct(model, ends, [1 - ratio, ratio], state, data.statistics, correction)
 
-    found = loss_barrier(model, *ends, data.evaluation, loss, points=points, merge=merge)
+    found = loss_barrier(model, ends[0], ends[1], data.evaluation, loss, points=points, merge=merge)
     return {"barrier": found.barrier, "losses": found.losses}
 
 
