@@ -23,12 +23,7 @@ from tu_symmetry.files import FileError
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 INDEX = ".index.json"
-WHOLE = (
-    "diffusion_pytorch_model.safetensors",
-    "model.safetensors",
-    "diffusion_pytorch_model.bin",
-    "pytorch_model.bin",
-)
+WHOLE = ("diffusion_pytorch_model.safetensors", "model.safetensors", "diffusion_pytorch_model.bin", "pytorch_model.bin")
 _HF = "hf://"
 _REPO = re.compile(
     r"(?:(?P<kind>datasets|spaces|models)/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.*))?"

@@ -51,10 +51,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 REPORT, REPORT_DATA = "report.md", "report.json"
 BARRIERS, FIGURE = "barriers.json", "barriers.png"
-_MARKS = {
-    REPORT: "<!-- tu_symmetry.aligned -->",
-    **dict.fromkeys((REPORT_DATA, BARRIERS), f'"format": "{FORMAT}"'),
-}
+_MARKS = {REPORT: "<!-- tu_symmetry.aligned -->", **dict.fromkeys((REPORT_DATA, BARRIERS), f'"format": "{FORMAT}"')}
 _FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 

@@ -158,11 +158,7 @@ def _give_back(*, collect: bool = True) -> None:
 
 
 def _report(
-    merged: Merged,
-    files: Sequence[Checkpoint],
-    reference: Reference | Path | None,
-    data: BarrierData | None,
-    loss: str,
+    merged: Merged, files: Sequence[Checkpoint], reference: Reference | Path | None, data: BarrierData | None, loss: str
 ) -> dict[str, Any]:
     """What ``NAME.report.json`` and the head of the merged file say."""
     report: dict[str, Any] = without_nan(

@@ -46,10 +46,7 @@ def _add_architecture(parser: argparse.ArgumentParser, *, from_files: bool = Fal
     )
     _add_words(parser, "--init", metavar="KEY=VALUE", help="arguments of what builds the model")
     _add_words(
-        parser,
-        "--kwargs",
-        metavar="KEY=VALUE",
-        help="keyword arguments of forward; a value like 1,16:bool is a tensor",
+        parser, "--kwargs", metavar="KEY=VALUE", help="keyword arguments of forward; a value like 1,16:bool is a tensor"
     )
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
 
