@@ -254,17 +254,17 @@ def check_file(path: AnyPath, *, finite: bool = False) -> Header:
     return header
 
 
-def read_safetensors(path: AnyPath, *, device: str | torch.device = "cpu") -> tuple[dict[str, Tensor], Header]:
+def read_safetensors(path: AnyPath) -> tuple[dict[str, Tensor], Header]:
     """The tensors of a file that this library wrote, see :class:`TensorFile`, and its header."""
-    file = TensorFile(path, device=device)
+    file = TensorFile(path)
     if file.header.digest is None:
         raise FileError(f"{path} carries no digest: this library, as it is now, has not written it; make it again")
     return dict(file), file.header
 
 
-def read_tensors(path: AnyPath, *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def read_tensors(path: AnyPath) -> dict[str, Tensor]:
     """The tensors of :func:`read_safetensors`."""
-    return read_safetensors(path, device=device)[0]
+    return read_safetensors(path)[0]
 
 
 class TensorFile(Mapping[str, Tensor]):
@@ -274,8 +274,8 @@ class TensorFile(Mapping[str, Tensor]):
     unaligned round differently. The seal is compared once, when this is made; a file that is replaced is noticed.
     """
 
-    def __init__(self, path: AnyPath, *, device: str | torch.device = "cpu") -> None:
-        self.path, self.device = Path(path), device
+    def __init__(self, path: AnyPath) -> None:
+        self.path = Path(path)
         self._stamp = self._look()
         self.header = check_file(path)
         self._metadata = self.header.modules
@@ -296,7 +296,7 @@ class TensorFile(Mapping[str, Tensor]):
                 whole = file.readinto(_content(content)) == content.numel() * content.element_size()
             if not whole or self._look() != self._stamp:
                 raise FileError(f"{self.path} was changed while it was read; make sure that nothing writes to it")
-        return content.to(self.device)
+        return content
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.header.layout)
@@ -305,10 +305,10 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self.header.layout)
 
 
-def open_safetensors(path: AnyPath, *, device: str | torch.device = "cpu") -> Any:
+def open_safetensors(path: AnyPath) -> Any:
     """``safetensors.safe_open`` with this module's errors."""
     try:
-        return safe_open(path, framework="pt", device=str(device))
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise FileError(f"{path} is truncated, damaged or no safetensors file ({error})") from error
 

@@ -280,13 +280,7 @@ def require_same(
             )
 
 
-def load_state(
-    path: str | os.PathLike[str] | nn.Module,
-    *,
-    prefix: str = "",
-    allow: Sequence[Any] = (),
-    device: str | torch.device = "cpu",
-) -> State:
+def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "", allow: Sequence[Any] = ()) -> State:
     """Read one network's state dict from a checkpoint of any usual kind, without running code from it.
 
     Args:
@@ -297,7 +291,6 @@ def load_state(
             LightningModule that has trained it (a routine of TorchUncertainty): a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
         allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
-        device: where to put the tensors.
 
     Raises:
         SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
@@ -306,12 +299,12 @@ def load_state(
     """
     if isinstance(path, nn.Module):
         held = read_state(path, "the routine")
-        content = as_given(held, {name: t.to(device, copy=True) for name, t in held.items()})
+        content = as_given(held, {name: t.clone() for name, t in held.items()})
         where = f"the {type(path).__name__}'s network, whose names have no prefix,"
     else:
         where = str(path)
         with _named():
-            opened = _open(_file(path), allow, device)
+            opened = _open(_file(path), allow)
             content = as_given(opened, dict(opened))
     state = without_prefix(content, prefix)
     if not state:
@@ -368,26 +361,26 @@ def _file(source: str | os.PathLike[str]) -> Path:
     return found[0]
 
 
-def _open(path: Path, allow: Sequence[Any] = (), device: str | torch.device = "cpu") -> Mapping[str, Tensor]:
+def _open(path: Path, allow: Sequence[Any] = ()) -> Mapping[str, Tensor]:
     """The tensors of a file or an index: those of safetensors are read when they are asked for, others now."""
     if path.suffix == _SUFFIX:
-        return TensorFile(path, device=device)
+        return TensorFile(path)
     if not path.name.endswith(INDEX):
-        return _torch_state(path, allow, device)
+        return _torch_state(path, allow)
     files = shards_of(path)
-    parts = {file: _open(file, allow, device) for file in dict.fromkeys(files.values())}
+    parts = {file: _open(file, allow) for file in dict.fromkeys(files.values())}
     for name, file in files.items():
         if name not in parts[file]:
             raise SampleFileError(f"{path} says that {file.name} holds {name!r}, and it does not")
     return _Opened({name: (parts[file], name) for name, file in files.items()})
 
 
-def _torch_state(path: Path, allow: Sequence[Any], device: str | torch.device) -> State:
+def _torch_state(path: Path, allow: Sequence[Any]) -> State:
     """The state dict in a file of ``torch.save``, or under ``state_dict`` in it."""
     check_archive(path)
     try:
         with torch.serialization.safe_globals(list(allow)):
-            content = torch.load(path, map_location=device, weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise SampleFileError(
             f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "

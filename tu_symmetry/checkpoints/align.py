@@ -154,17 +154,8 @@ def align_files(
     In memory are the reference (for a mean: the sum of all, float64) and, for each thread, one network, its permuted
     copy, and what matching needs. All files are checked before the first is written.
 
-    Args:
-        graph: the architecture's symmetry graph.
-        checkpoints: the files.
-        out: folder of the results; ``report.json`` and ``report.md`` hold what is returned.
-        reference: a file, or what is found among the checkpoints.
-        prefix: is taken off the names in files; files whose names have none are read as they are.
-        solver: how weights are matched.
-        candidates: bound on the files that are compared for a medoid.
-        max_iterations: bound on the sweeps of a universe.
-        threads: networks that are matched at the same time (a mean and sweeps go one after the other).
-        track: shows the progress.
+    The ``prefix`` is taken off the names in files; files whose names have none are read as they are. So many networks
+    as there are ``threads`` are matched at the same time (a mean and sweeps go one after the other).
     """
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")

@@ -75,7 +75,7 @@ def load_data(name: str, arguments: Sequence[str], num_samples: int, dtype: torc
     digest = hashlib.sha256()
     for tensor in (*(t for pair in labeled for t in pair), *unlabeled):
         digest.update(str((tuple(tensor.shape), tensor.dtype)).encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return BarrierData(name, labeled, unlabeled, digest.hexdigest())
 
 
@@ -152,16 +152,8 @@ def measure_barriers(
 
     Each pair is kept in ``barriers.json`` when it is measured, so a killed run goes on to the same result.
 
-    Args:
-        model: the module, in the dtype of the data.
-        alignment: what :func:`.align_files` has returned.
-        out: folder of its results, which also takes ``barriers.png``.
-        data: what losses and statistics are measured on.
-        loss: dotted name of a function ``(outputs, targets) -> mean over the batch``.
-        pairs: number of pairs, drawn at random with a fixed seed; None for all.
-        points: evenly spaced points on each path, the ends included.
-        corrections: if empty, ``none``, and ``batchnorm`` for a network that has BatchNorm.
-        track: shows the progress.
+    The module is in the dtype of the data. ``pairs`` are drawn at random with a fixed seed, None takes all; ``points``
+    count the ends; without ``corrections`` there are ``none``, and ``batchnorm`` for a network that has BatchNorm.
     """
     if len(alignment.files) < 2:
         raise FileError("barriers are between networks, so there must be two checkpoints at least")
