@@ -148,8 +148,7 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
 
 
 def _choose(nll: Tensor, standard_errors: float) -> int:
-    scores = nll.mean(1).tolist()
-    judged = Judged([Quality(s) for s in scores], scores, nll.shape[1], nll, torch.ones_like(nll[0]))
+    judged = Judged([Quality(s) for s in nll.mean(1).tolist()], nll.shape[1], nll, torch.ones_like(nll[0]))
     return judged.choose(standard_errors)
 
 

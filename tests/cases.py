@@ -418,17 +418,12 @@ def weight_norm() -> nn.Module:
     return nn.Sequential(wrap(nn.Linear(5, 6)), nn.ReLU(), wrap(nn.Linear(6, 4)), nn.ReLU(), nn.Linear(4, 2))
 
 
-@case((3, 5), permutations=[6], scales=6)
-class DirectParameters(nn.Module):
+@case((3, 5), permutations=[6], scales=6,
+        parts=lambda: dict(w=nn.Parameter(torch.randn(5, 6)), b=nn.Parameter(torch.randn(6)),
+            v=nn.Parameter(torch.randn(2, 6)), unused=nn.Parameter(torch.randn(4, 4))))  # fmt: skip
+def DirectParameters(self: Any, x: Tensor) -> Tensor:
     """Parameters that forward uses without a layer, one of them transposed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(6))
-        self.v, self.unused = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x @ self.w + self.b) @ self.v.t()
+    return torch.relu(x @ self.w + self.b) @ self.v.t()
 
 
 # the shared layer maps the hidden units to themselves: its rows and columns move together
@@ -502,151 +497,95 @@ def WrittenInPlace(self: Any, x: Tensor) -> Tensor:
     return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
 
 
-class InterleavedRotary(nn.Module):
+def turned(z: Tensor) -> Tensor:
+    return torch.stack([-z[..., 1::2], z[..., ::2]], -1).reshape(z.shape)
+
+
+# 12 values, 6 rotated pairs, 6 units
+@case((2, 4, 5), permutations=[3, (3, 4), 6], scales=24,
+        parts=lambda: dict(qkv=nn.Linear(5, 36), out=nn.Linear(12, 6), head=nn.Linear(6, 2)))  # fmt: skip
+def InterleavedRotary(self: Any, x: Tensor) -> Tensor:
     """Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out, self.head = nn.Linear(5, 36), nn.Linear(12, 6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, _ = x.shape
-        q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
-        angle = torch.arange(tokens, dtype=x.dtype)[:, None] * torch.tensor([1.0, 1.0, 0.1, 0.1], dtype=x.dtype)
-        q, k = (z * angle.cos() + self.turned(z) * angle.sin() for z in (q, k))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, 12)
-        return self.head(torch.relu(self.out(y)))
-
-    @staticmethod
-    def turned(z: Tensor) -> Tensor:
-        return torch.stack([-z[..., 1::2], z[..., ::2]], -1).reshape(z.shape)
+    batch, tokens, _ = x.shape
+    q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    angle = torch.arange(tokens, dtype=x.dtype)[:, None] * torch.tensor([1.0, 1.0, 0.1, 0.1], dtype=x.dtype)
+    q, k = (z * angle.cos() + turned(z) * angle.sin() for z in (q, k))
+    y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, 12)
+    return self.head(torch.relu(self.out(y)))
 
 
-case((2, 4, 5), permutations=[3, (3, 4), 6], scales=24)(InterleavedRotary)  # 12 values, 6 rotated pairs, 6 units
-
-
-class PatchesOfPixels(nn.Module):
+@case((2, 2, 4, 4), permutations=[6], scales=6, normalizations=1,
+        parts=lambda: dict(a=nn.Conv2d(2, 6, 1), norm=nn.LayerNorm(6), b=nn.Conv2d(6, 2, 1)))  # fmt: skip
+def PatchesOfPixels(self: Any, x: Tensor) -> Tensor:
     """A mobile vision transformer's way of cutting patches: channels are merged with rows, and split again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(2, 6, 1), nn.LayerNorm(6), nn.Conv2d(6, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        batch, channels, height, width = x.shape
-        rows, columns = height // 2, width // 2
-        x = x.reshape(batch * channels * rows, 2, columns, 2).transpose(1, 2)
-        x = x.reshape(batch, channels, rows * columns, 4).transpose(1, 3).reshape(batch * 4, rows * columns, channels)
-        x = self.norm(x).view(batch, 4, rows * columns, channels).transpose(1, 3)
-        x = x.reshape(batch * channels * rows, columns, 2, 2).transpose(1, 2)
-        return self.b(x.reshape(batch, channels, rows * 2, columns * 2))
-
-
-case((2, 2, 4, 4), permutations=[6], scales=6, normalizations=1)(PatchesOfPixels)
-
-
-class MultiScaleLinearAttention(nn.Module):
-    """Linear attention over heads of fused queries, keys and values, and over grouped convolutions of the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Conv2d(3, 18, 1, bias=False)
-        self.depthwise = nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False)
-        self.grouped = nn.Conv2d(18, 18, 1, groups=9, bias=False)
-        self.out = nn.Conv2d(12, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, _, height, width = x.shape
-        first = self.qkv(x)
-        z = torch.cat([first, self.grouped(self.depthwise(first))], 1)
-        q, k, v = z.reshape(batch, -1, 6, height * width).transpose(-1, -2).chunk(3, -1)
-        y = torch.sigmoid(q) @ (torch.sigmoid(k).transpose(-1, -2) @ torch.tanh(v))
-        return self.out(y.transpose(-1, -2).reshape(batch, -1, height, width))
+    x = self.a(x)
+    batch, channels, height, width = x.shape
+    rows, columns = height // 2, width // 2
+    x = x.reshape(batch * channels * rows, 2, columns, 2).transpose(1, 2)
+    x = x.reshape(batch, channels, rows * columns, 4).transpose(1, 3).reshape(batch * 4, rows * columns, channels)
+    x = self.norm(x).view(batch, 4, rows * columns, channels).transpose(1, 3)
+    x = x.reshape(batch * channels * rows, columns, 2, 2).transpose(1, 2)
+    return self.b(x.reshape(batch, channels, rows * 2, columns * 2))
 
 
 # heads; in each of them the units that queries and keys share, and those of the values, of both scales
-case((1, 3, 4, 4), permutations=[3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18)(MultiScaleLinearAttention)
-
-
-class AffineAfterActivation(nn.Module):
-    """Scalars that multiply and shift a whole activation (as in HGNetV2): one factor for all of its units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b, self.c = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5), nn.Linear(5, 2)
-        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.scale * torch.relu(self.norm(self.a(x))) + self.shift
-        return self.c(torch.relu(self.b(x)))
+@case((1, 3, 4, 4), permutations=[3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18,
+        parts=lambda: dict(qkv=nn.Conv2d(3, 18, 1, bias=False), out=nn.Conv2d(12, 2, 1),
+            depthwise=nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False),
+            grouped=nn.Conv2d(18, 18, 1, groups=9, bias=False)))  # fmt: skip
+def MultiScaleLinearAttention(self: Any, x: Tensor) -> Tensor:
+    """Linear attention over heads of fused queries, keys and values, and over grouped convolutions of the same."""
+    batch, _, height, width = x.shape
+    first = self.qkv(x)
+    z = torch.cat([first, self.grouped(self.depthwise(first))], 1)
+    q, k, v = z.reshape(batch, -1, 6, height * width).transpose(-1, -2).chunk(3, -1)
+    y = torch.sigmoid(q) @ (torch.sigmoid(k).transpose(-1, -2) @ torch.tanh(v))
+    return self.out(y.transpose(-1, -2).reshape(batch, -1, height, width))
 
 
 # scales: scalar against norm, both against the next layer, and the next layer's five units
-case((3, 4), permutations=[6, 5], scales=7, normalizations=6)(AffineAfterActivation)
+@case((3, 4), permutations=[6, 5], scales=7, normalizations=6,
+        parts=lambda: dict(a=nn.Linear(4, 6), norm=nn.BatchNorm1d(6), b=nn.Linear(6, 5), c=nn.Linear(5, 2),
+            scale=nn.Parameter(torch.ones(1)), shift=nn.Parameter(torch.zeros(1))))  # fmt: skip
+def AffineAfterActivation(self: Any, x: Tensor) -> Tensor:
+    """Scalars that multiply and shift a whole activation (as in HGNetV2): one factor for all of its units."""
+    x = self.scale * torch.relu(self.norm(self.a(x))) + self.shift
+    return self.c(torch.relu(self.b(x)))
 
 
-class FoldedWindows(nn.Module):
+@case((2, 3, 6, 6), permutations=[5], scales=5,
+        parts=lambda: dict(a=nn.Conv2d(3, 5, 1), b=nn.Conv2d(5, 2, 1)))  # fmt: skip
+def FoldedWindows(self: Any, x: Tensor) -> Tensor:
     """Windows are cut out, and summed back into an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Conv2d(3, 5, 1), nn.Conv2d(5, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        windows = F.unfold(torch.relu(self.a(x)), 3, padding=1)
-        return self.b(F.fold(windows, (6, 6), 3, padding=1))
+    return self.b(F.fold(F.unfold(torch.relu(self.a(x)), 3, padding=1), (6, 6), 3, padding=1))
 
 
-case((2, 3, 6, 6), permutations=[5], scales=5)(FoldedWindows)
-
-
-class CellLoop(nn.Module):
+@case((2, 3, 5), permutations=[4, 6, 7], scales=4,
+        parts=lambda: dict(read=nn.Linear(5, 4), lstm=nn.LSTMCell(4, 6), gru=nn.GRUCell(6, 7),
+            head=nn.Linear(7, 2)))  # fmt: skip
+def CellLoop(self: Any, x: Tensor) -> Tensor:
     """An LSTM cell and a GRU cell that are called at every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read, self.lstm, self.gru = nn.Linear(5, 4), nn.LSTMCell(4, 6), nn.GRUCell(6, 7)
-        self.head = nn.Linear(7, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, c, g = x.new_zeros(len(x), 6), x.new_zeros(len(x), 6), x.new_zeros(len(x), 7)
-        for t in range(x.shape[1]):
-            h, c = self.lstm(torch.relu(self.read(x[:, t])), (h, c))
-            g = self.gru(h, g)
-        return self.head(g)
+    h, c, g = x.new_zeros(len(x), 6), x.new_zeros(len(x), 6), x.new_zeros(len(x), 7)
+    for t in range(x.shape[1]):
+        h, c = self.lstm(torch.relu(self.read(x[:, t])), (h, c))
+        g = self.gru(h, g)
+    return self.head(g)
 
 
-case((2, 3, 5), permutations=[4, 6, 7], scales=4)(CellLoop)
-
-
-class BagOfWords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.EmbeddingBag(9, 5), nn.Linear(5, 2)
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.head(torch.relu(self.table(words)))
-
-
-case(torch.tensor([[1, 4, 2], [8, 0, 4]]), permutations=[5], scales=5)(BagOfWords)
-
-
-class GlobalFilter(nn.Module):
-    """A filter in the Fourier domain of an image, with complex weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head = nn.Linear(3, 5), nn.Linear(5, 2)
-        self.weight = nn.Parameter(torch.randn(4, 3, 5, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.fft.rfft2(self.a(x), dim=(1, 2)) * torch.view_as_complex(self.weight)
-        return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
+@case(torch.tensor([[1, 4, 2], [8, 0, 4]]), permutations=[5], scales=5,
+        parts=lambda: dict(table=nn.EmbeddingBag(9, 5), head=nn.Linear(5, 2)))  # fmt: skip
+def BagOfWords(self: Any, words: Tensor) -> Tensor:
+    return self.head(torch.relu(self.table(words)))
 
 
 # scales: before the filter against it, and the filter against the head
-case((2, 4, 4, 3), permutations=[5], scales=10)(GlobalFilter)
+@case((2, 4, 4, 3), permutations=[5], scales=10,
+        parts=lambda: dict(a=nn.Linear(3, 5), head=nn.Linear(5, 2),
+            weight=nn.Parameter(torch.randn(4, 3, 5, 2))))  # fmt: skip
+def GlobalFilter(self: Any, x: Tensor) -> Tensor:
+    """A filter in the Fourier domain of an image, with complex weights."""
+    y = torch.fft.rfft2(self.a(x), dim=(1, 2)) * torch.view_as_complex(self.weight)
+    return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
 
 
 class EinsumAttention(nn.Module):
@@ -707,41 +646,27 @@ def heads_last_fused() -> nn.Module:
     return HeadsLast(fused=True)
 
 
-class StackedExperts(nn.Module):
-    """Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.router, self.head = nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(6, 2)
-        self.up, self.bias = nn.Parameter(torch.randn(4, 6, 14)), nn.Parameter(torch.randn(4, 14))
-        self.down = nn.Parameter(torch.randn(4, 7, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.embed(x).flatten(0, 1)
-        gates = self.router(tokens).softmax(-1)
-        values, chosen = gates.topk(2, -1)
-        gates = torch.zeros_like(gates).scatter(1, chosen, values)
-        up = torch.bmm(tokens.repeat(4, 1).view(4, -1, 6), self.up) + self.bias[:, None]
-        gate, up = up[..., ::2], up[..., 1::2]
-        y = torch.bmm(up * F.silu(gate), self.down)
-        return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
-
-
 # stream 6, experts' outputs 6, experts 4, 7 units in each; scales: 6 and 6, 28 linear halves against the way down
-case((2, 3, 5), permutations=[6, 6, 4, (4, 7)], scales=40)(StackedExperts)
+@case((2, 3, 5), permutations=[6, 6, 4, (4, 7)], scales=40,
+        parts=lambda: dict(embed=nn.Linear(5, 6), router=nn.Linear(6, 4), head=nn.Linear(6, 2),
+            up=nn.Parameter(torch.randn(4, 6, 14)), bias=nn.Parameter(torch.randn(4, 14)),
+            down=nn.Parameter(torch.randn(4, 7, 6))))  # fmt: skip
+def StackedExperts(self: Any, x: Tensor) -> Tensor:
+    """Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count."""
+    tokens = self.embed(x).flatten(0, 1)
+    gates = self.router(tokens).softmax(-1)
+    values, chosen = gates.topk(2, -1)
+    gates = torch.zeros_like(gates).scatter(1, chosen, values)
+    up = torch.bmm(tokens.repeat(4, 1).view(4, -1, 6), self.up) + self.bias[:, None]
+    gate, up = up[..., ::2], up[..., 1::2]
+    y = torch.bmm(up * F.silu(gate), self.down)
+    return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
 
 
-class EinsumExperts(nn.Module):
+@case((3, 5), permutations=[6, 4, (4, 7)], scales=34,
+        parts=lambda: dict(router=nn.Linear(5, 4), head=nn.Linear(6, 2), up=nn.Parameter(torch.randn(4, 5, 7)),
+            down=nn.Parameter(torch.randn(4, 7, 6))))  # fmt: skip
+def EinsumExperts(self: Any, x: Tensor) -> Tensor:
     """Experts that all read the same tokens, each with units of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.head = nn.Linear(5, 4), nn.Linear(6, 2)
-        self.up, self.down = nn.Parameter(torch.randn(4, 5, 7)), nn.Parameter(torch.randn(4, 7, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.relu(torch.einsum("bi,eif->bef", x, self.up))
-        return self.head(torch.einsum("bef,efo,be->bo", hidden, self.down, self.router(x).softmax(-1)))
-
-
-case((3, 5), permutations=[6, 4, (4, 7)], scales=34)(EinsumExperts)
+    hidden = torch.relu(torch.einsum("bi,eif->bef", x, self.up))
+    return self.head(torch.einsum("bef,efo,be->bo", hidden, self.down, self.router(x).softmax(-1)))

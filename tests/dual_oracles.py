@@ -75,9 +75,7 @@ class Case:
                     elif i // 9 == j // 9:
                         p, q = divmod(i % 9, 3), divmod(j % 9, 3)
                         distance = math.dist(p, q)
-                        found[start + i, start + j] = values[0] * (
-                            math.exp(-distance / values[1]) + prior.jitter * (i == j)
-                        )
+                        found[start + i, start + j] = values[0] * (math.exp(-distance / values[1]) + 1e-6 * (i == j))
             start += count
         return found
 

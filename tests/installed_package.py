@@ -19,7 +19,7 @@ from pathlib import Path
 
 DISTRIBUTION = "tu-symmetry"
 RECIPES = ("compact_posterior/digits", "rebasin/fashion-small", "symmetry_aware/mnist-small")
-EXTRAS = {"pyro": "sampling", "deepinv": "tomography", "sphinx": "docs"}
+EXTRAS = {"pyro": "sampling", "sphinx": "docs"}
 HEAVY = ("torch", "lightning", "torch_uncertainty", "torchmetrics", "scipy", "matplotlib")
 
 

@@ -52,6 +52,52 @@ def mlp(outputs: int = 3, *, inputs: int = 4, hidden: int = 5, seed: int = 0, sc
     return randomize(nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed, scale)
 
 
+def cnn() -> nn.Module:
+    return randomize(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, stride=2, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 2, groups=2, dilation=2, padding=1, padding_mode="circular"),
+            nn.GroupNorm(2, 4),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        )
+    )
+
+
+class Tokens(nn.Module):
+    """Embedding, normalizations and linear layers over tokens, mean-pooled or with outputs for each."""
+
+    def __init__(self, pooled: bool = True) -> None:
+        super().__init__()
+        self.pooled = pooled
+        self.table = nn.Embedding(6, 4, padding_idx=0)
+        self.norm = nn.LayerNorm(4)
+        self.mix = nn.Linear(4, 5)
+        self.scale = nn.RMSNorm(5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.tanh(self.scale(self.mix(self.norm(self.table(tokens)))))
+        return self.head(x.mean(1) if self.pooled else x)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, separate: bool, tokens: int = 3) -> None:
+        super().__init__()
+        sizes = {"kdim": 3, "vdim": 5} if separate else {}
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **sizes)
+        self.separate = separate
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (x[..., :4], x[..., :3], x[..., :5]) if self.separate else (x, x, x)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return self.head(self.attention(q, k, v, attn_mask=mask, need_weights=False)[0].mean(1))
+
+
 class Recurrent(nn.Module):
     """Sequences ``[batch, steps, inputs]``, by an operator without forward-mode derivative."""
 

@@ -1,22 +1,11 @@
 """An independent oracle: do the claimed symmetries keep the function of a network?
 
-It uses nothing of the library but the action (``apply_permutation`` and ``apply_scale``, through the public names) and
-the list of groups: random weights, float64, noise, epsilons and the comparison of outputs are its own. So a mistake
-that discovery and verification share does not stay hidden.
-
-How two runs are compared:
-
-* **Elementwise, each entry on its own scale.** The scale of an output entry is its largest magnitude over the weights
-  that were drawn; a logit of -1e9 beside it plays no role. Non-finite entries have to be the same ones, bit for bit.
-* **Tolerance by conditioning.** The reference is run again with weights that differ by 1e-13. What that changes in an
-  entry, times a few hundred, is allowed to the symmetries as well. An integer or boolean entry that such a change
-  flips is decided by a tie of rounding errors and is left out; every other one has to be equal.
-* **Groups apart.** Every group is moved alone, by a transposition of two of its units and by a random element;
-  then random subsets of the groups are moved, and all of them. Two halves of one symmetry cannot hide each other.
-* **Groups that hold up to an epsilon** are compared on a copy whose epsilons are (almost) zero, be they attributes,
-  literals in ``forward`` or defaults of a functional normalization.
-* **Masks.** If the state dict has integer or boolean buffers, a second state has other values in them. The library
-  may refuse it (the groups may depend on those values); if it moves it, the function has to stay.
+It uses nothing of the library but the action (``apply_permutation`` and ``apply_scale``) and the list of groups: random
+weights, float64, noise, epsilons and the comparison of outputs are its own, so that a mistake which discovery and
+verification share does not stay hidden. Every output entry is compared on its own scale (its largest magnitude over the
+weights that were drawn), with what weights that differ by 1e-13 make of it allowed; groups are moved alone, in random
+subsets, and all together; those that hold up to an epsilon on a copy whose epsilons are (almost) zero. A state with
+other integers in its buffers may be refused; if it is moved, the function has to stay.
 """
 
 from __future__ import annotations
@@ -24,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,21 +48,27 @@ class Verdict:
 def judge(
     graph: tus.SymmetryGraph, model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0, training: bool = False
 ) -> Verdict:
-    """Try the groups of a verified graph on random weights of the model, in float64.
-
-    Args:
-        graph: what discovery returned, verified.
-        model: the module; it is left as it is.
-        inputs: positional arguments of ``forward``.
-        seed: of weights and elements.
-        training: run it in training mode (what it draws is the same noise everywhere, as in evaluation).
-    """
+    """Try the groups of a verified graph on random weights of the model, in float64."""
     verdict = Verdict()
     generator = torch.Generator().manual_seed(seed)
     copied = _Copy(model, inputs, training=training)
     states = [random_weights(model, generator) for _ in range(2)]
     if any(_discrete(t) for t in states[0].values()):
         states.append({k: _other(t, generator) for k, t in states[0].items()})
+
+    def attempt(elements: Iterable[tuple[str, State]], action: Any, reference: _Reference) -> None:
+        for label, element in elements:
+            try:
+                moved = action(graph, element, reference.state)
+            except tus.SymmetryError:
+                if number < 2:
+                    raise
+                verdict.refused_states += 1
+                return
+            verdict.tried += 1
+            if complaint := reference.differs(moved):
+                verdict.wrong.append(f"{label}: {complaint}{' (with other masks)' if number == 2 else ''}")
+
     for number, state in enumerate(states):
         try:
             reference = _Reference(copied, state, generator)
@@ -82,45 +77,25 @@ def judge(
                 raise
             continue  # other integers may be no valid indices
         permutations = list(_permutations(graph, generator))
-        for label, element in permutations if number == 0 else permutations[-4:] if number == 1 else permutations[-8:]:
-            try:
-                moved = tus.apply_permutation(graph, element, state)
-            except tus.SymmetryError:
-                if number < 2:
-                    raise
-                verdict.refused_states += 1
-                break
-            verdict.tried += 1
-            if complaint := reference.differs(moved):
-                verdict.wrong.append(f"{label}: {complaint}{' (with other masks)' if number == 2 else ''}")
+        attempt(permutations[(0, -4, -8)[number] :], tus.apply_permutation, reference)
         if number == 1:
             continue
         exact = [g for g in (*graph.scales, *graph.normalizations) if g.exact]
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
-        rounds = [(exact, reference)]
+        attempt(_scales(exact, generator), tus.apply_scale, reference)
         if loose:
-            rounds.append(
-                (
-                    [*exact, *loose],
-                    _Reference(_Copy(model, inputs, epsilons=False, training=training), state, generator),
-                )
-            )
-        for groups, judged in rounds:
-            for label, factors in _scales(groups, generator):
-                try:
-                    moved = tus.apply_scale(graph, factors, state)
-                except tus.SymmetryError:
-                    if number < 2:
-                        raise
-                    verdict.refused_states += 1
-                    break
-                verdict.tried += 1
-                if complaint := judged.differs(moved):
-                    verdict.wrong.append(f"{label}: {complaint}{' (with other masks)' if number == 2 else ''}")
+            without = _Reference(_Copy(model, inputs, epsilons=False, training=training), state, generator)
+            attempt(_scales([*exact, *loose], generator), tus.apply_scale, without)
     return verdict
 
 
 # -- elements ---------------------------------------------------------------------------------------------------------
+
+
+def _some(groups: list[Any], most: int, generator: torch.Generator) -> list[Any]:
+    if len(groups) <= most:
+        return groups
+    return [groups[k] for k in torch.randperm(len(groups), generator=generator)[:most].tolist()]
 
 
 def _permutations(graph: tus.SymmetryGraph, generator: torch.Generator) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -130,10 +105,7 @@ def _permutations(graph: tus.SymmetryGraph, generator: torch.Generator) -> Itera
         return element.reshape(group.shape)
 
     groups = list(graph.permutations)
-    chosen = groups
-    if len(groups) > 24:
-        chosen = [groups[k] for k in torch.randperm(len(groups), generator=generator)[:24].tolist()]
-    for group in chosen:
+    for group in _some(groups, 24, generator):
         i, j = torch.randperm(group.size, generator=generator)[:2].tolist() if group.size > 1 else (0, 0)
         element = torch.arange(group.size).expand(group.shape).clone().reshape(-1, group.size)
         block = int(torch.randint(len(element), (), generator=generator))
@@ -151,10 +123,7 @@ def _scales(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str
     def drawn(group: Any) -> Tensor:
         return 0.5 * torch.randn(group.size, generator=generator, dtype=torch.float64)
 
-    chosen = groups
-    if len(groups) > 16:
-        chosen = [groups[k] for k in torch.randperm(len(groups), generator=generator)[:16].tolist()]
-    for group in chosen:
+    for group in _some(groups, 16, generator):
         one = torch.zeros(group.size, dtype=torch.float64)
         one[int(torch.randint(group.size, (), generator=generator))] = 0.7
         yield f"factor in {group.name!r}", {group.name: one}
@@ -276,16 +245,10 @@ def _leaves(model: nn.Module) -> dict[int, Any]:
 
 def _fingerprint(model: nn.Module) -> list[Any]:
     """Changes where a run leaves something behind in a module: a cached weight, a buffer outside the state dict."""
-    return [
-        (
-            key,
-            id(value),
-            value._version if isinstance(value, Tensor) else len(value) if hasattr(value, "__len__") else 0,
-        )
-        for module in model.modules()
-        for held in (vars(module), module._buffers, module._parameters)
-        for key, value in held.items()
-    ]
+    held = [h for module in model.modules() for h in (vars(module), module._buffers, module._parameters)]
+    values = [pair for h in held for pair in h.items()]
+    sizes = (v._version if isinstance(v, Tensor) else len(v) if hasattr(v, "__len__") else 0 for _, v in values)
+    return [(key, id(value), size) for (key, value), size in zip(values, sizes, strict=True)]
 
 
 class _Double(TorchDispatchMode):

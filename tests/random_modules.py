@@ -1,24 +1,9 @@
-"""Random modules for the symmetry tests: ordinary torch code, made from a seed, and shrunk where a test fails.
+"""Random modules for the symmetry tests: ordinary torch code, made from a seed.
 
-A module is a list of :class:`Node`: lines for ``__init__`` and lines for ``forward``, with the names of the values that
-they read and make. Building one is writing its source and executing it, so that what is tested, what is printed in a
-failure and what a user would write are the same text::
-
-    module = random_module(17)
-    print(module.source)            # a class, runnable as it stands
-    model, inputs = module.build()
-    small = shrink(module, lambda m: fails(m))
-
-The generator keeps a pool of values, computed as it goes: an operator looks at their shapes, and one that does not fit
-draws something else. What it is made of (``@operator`` below): the linear family, activations, residual sums in both
-orders, shared and tied weights, buffers of every type, constants (pads, concatenated zeros, repeated values, literals),
-in-place writes through views and slices, reductions and normalizations with literal epsilons, products of two units
-(Gram, bilinear, outer), attention in several layouts, convolutions (grouped, depthwise, transposed, shuffles), recurrent
-cells, indices, scatters, dead code; and several outputs, integer ones among them.
-
-Some operators *plant* a hidden layer that nothing else can touch: whatever the rest of the module is, its units are
-interchangeable. :attr:`Module.planted` names them where an output depends on them, as a lower bound on what discovery
-has to find.
+Building a module is writing its source and executing it, so that what is tested, what is printed in a failure and what a
+user would write are the same text. The generator keeps a pool of values, computed as it goes: an operator (``@operator``
+below) looks at their shapes, and one that does not fit draws something else. Some operators *plant* a hidden layer that
+nothing else can touch: ``Module.planted`` names those that an output depends on, a lower bound on what has to be found.
 """
 
 from __future__ import annotations
@@ -27,8 +12,8 @@ import itertools
 import linecache
 import random
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,30 +23,25 @@ from torch.utils._pytree import tree_leaves
 IMPORTS = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
 
+def executed(source: str, name: str, space: dict[str, Any]) -> dict[str, Any]:
+    """The names that a source defines, which tracebacks show."""
+    file = f"<{name} {hash(source) & 0xFFFFFFFF:08x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    space = dict(space)
+    exec(compile(source, file, "exec"), space)
+    return space
+
+
 @dataclass(frozen=True)
 class Node:
-    """A few lines of a module.
-
-    Attributes:
-        reads: names of the values that ``lines`` read.
-        makes: names of the values that they make.
-        lines: of ``forward``.
-        init: lines of ``__init__``.
-        planted: parameters whose first axis is a planted hidden layer.
-        kind: the operator that made it.
-    """
+    """A few lines of a module, with the names of the values that they read and make."""
 
     reads: tuple[str, ...]
     makes: tuple[str, ...]
-    lines: tuple[str, ...]
-    init: tuple[str, ...] = ()
-    planted: tuple[str, ...] = ()
-    kind: str = ""
-
-    def reading(self, old: str, new: str) -> Node:
-        """The node with one of the values that it reads exchanged for another one."""
-        lines = tuple(re.sub(rf"\b{old}\b", new, line) for line in self.lines)
-        return replace(self, reads=tuple(new if r == old else r for r in self.reads), lines=lines)
+    lines: tuple[str, ...]  # of ``forward``
+    init: tuple[str, ...] = ()  # lines of ``__init__``
+    planted: tuple[str, ...] = ()  # parameters whose first axis is a planted hidden layer
+    kind: str = ""  # the operator that made it
 
 
 @dataclass(frozen=True)
@@ -71,44 +51,27 @@ class Module:
     inputs: dict[str, str]
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
-    name: str = "Net"
     options: tuple[str, ...] = ()  # arguments of ``forward`` that may be left out
 
     @property
     def source(self) -> str:
         """Source code of the class and of ``inputs``, runnable as it stands."""
-        init = [f"        {line}" for node in self.nodes for line in node.init]
-        lines = [f"        {line}" for node in self.nodes for line in node.lines]
+        init, lines = (
+            "".join(f"        {line}\n" for node in self.nodes for line in getattr(node, part))
+            for part in ("init", "lines")
+        )
         returned = self.outputs[0] if len(self.outputs) == 1 else f"({', '.join(self.outputs)})"
-        return "\n".join(
-            [
-                IMPORTS,
-                "",
-                f"class {self.name}(nn.Module):",
-                "    def __init__(self):",
-                "        super().__init__()",
-                *init,
-                "",
-                f"    def forward(self, {', '.join((*self.inputs, *self.options))}):",
-                *lines,
-                f"        return {returned}",
-                "",
-                "",
-                f"model = {self.name}().eval()",
-                f"inputs = ({''.join(f'{e}, ' for e in self.inputs.values())})",
-                "",
-            ]
+        return (
+            f"{IMPORTS}\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n{init}\n"
+            f"    def forward(self, {', '.join((*self.inputs, *self.options))}):\n{lines}        return {returned}\n\n\n"
+            f"model = Net().eval()\ninputs = ({''.join(f'{e}, ' for e in self.inputs.values())})\n"
         )
 
     def build(self, seed: int = 0) -> tuple[nn.Module, tuple[Any, ...]]:
         """The module in evaluation mode, and its inputs; weights are torch's own, seeded."""
-        space: dict[str, Any] = {"__name__": "random_module"}
-        source = self.source
-        file = f"<random module {hash(source) & 0xFFFFFFFF:08x}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            exec(compile(source, file, "exec"), space)
+            space = executed(self.source, "random module", {"__name__": "random_module"})
         return space["model"], space["inputs"]
 
     @property
@@ -146,8 +109,7 @@ class Builder:
         self.pool: list[str] = []  # floating-point values, oldest first
         self.nodes: list[Node] = []
         self.layers: list[tuple[str, int]] = []  # linear layers that may be called again, with their input sizes
-
-    # names and draws
+        self.kind = ""
 
     def fresh(self, letter: str) -> str:
         return f"{letter}{next(self.numbers)}"
@@ -182,31 +144,23 @@ class Builder:
             raise Unfit
         return self.random.choice(found)
 
-    def numbers_of(self, size: int, *choices: float) -> str:
-        """A literal list of numbers that repeat."""
-        drawn = choices or (0.0, 1.0, 1.0, 0.5, -1.0)
-        return str([self.random.choice(drawn) for _ in range(size)])
-
-    # making
-
-    def run(self, node: Node) -> None:
-        for line in node.init:
-            exec(line, self.space)
-        with torch.no_grad():
-            exec("\n".join(node.lines), self.space)
-
     def add(
-        self, reads: tuple[str, ...], expression: str | list[str], init: list[str] | None = None, *,
-        planted: list[str] | None = None, makes: int = 1,
+        self, reads: tuple[str, ...], forward: str | list[str], init: list[str] | None = None, *, makes: int = 1,
+        planted: list[str] | None = None, **values: Any,
     ) -> str:  # fmt: skip
-        """Add a node. An expression becomes ``name = expression``; in lines, ``{0}``, ``{1}`` are the new names."""
+        """Add a node, ``{0} = forward`` or lines; ``{0}``, ``{1}`` are the new names, others stand in ``values``."""
         names = tuple(self.fresh("h") for _ in range(makes))
-        lines = (
-            [f"{names[0]} = {expression}"] if isinstance(expression, str) else [e.format(*names) for e in expression]
-        )
+        values |= {str(k): name for k, name in enumerate(names)}
+
+        def filled(line: str) -> str:
+            return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]), line)
+
+        lines = [filled(line) for line in (["{0} = " + forward] if isinstance(forward, str) else forward)]
         reads = tuple(r for r in dict.fromkeys(reads) if any(re.search(rf"\b{r}\b", line) for line in lines))
-        node = Node(reads, names, tuple(lines), tuple(init or ()), tuple(planted or ()), self.kind)
-        self.run(node)
+        made = tuple(filled(line) for line in init or ())
+        node = Node(reads, names, tuple(lines), made, tuple(planted or ()), self.kind)
+        with torch.no_grad():
+            exec("\n".join((*node.init, *node.lines)), self.space)
         for name in names:
             value = self.space[name]
             if not isinstance(value, Tensor) or value.is_complex() or value.numel() > 4000 or value.numel() == 0:
@@ -216,10 +170,6 @@ class Builder:
         self.nodes.append(node)
         self.pool += [n for n in names if self.space[n].dtype == torch.float32]
         return names[0]
-
-    kind = ""
-
-    # pieces that several operators use
 
     def linear(self, value: str, out: int | None = None, *, bias: bool | None = None) -> tuple[str, str]:
         """A linear layer for the last axis of a value: its name, and the line that makes it."""
@@ -239,14 +189,20 @@ class Builder:
 
 Operator = Callable[[Builder], Any]
 OPERATORS: list[tuple[Operator, float]] = []
+BEYOND: list[tuple[Operator, float]] = []
 
 
-def operator(weight: float = 1.0) -> Callable[[Operator], Operator]:
+def operator(weight: float, into: list[tuple[Operator, float]] = OPERATORS) -> Callable[[Operator], Operator]:
     def register(function: Operator) -> Operator:
-        OPERATORS.append((function, weight))
+        into.append((function, weight))
         return function
 
     return register
+
+
+def beyond(weight: float) -> Callable[[Operator], Operator]:
+    """An operator that does something else on other inputs, or in training, than on the example."""
+    return operator(weight, BEYOND)
 
 
 ACTIVATIONS = (
@@ -422,7 +378,7 @@ def constant_vector(b: Builder) -> None:
     h = b.pick(2, 3)
     n = b.shape(h)[-1]
     name = b.fresh("c")
-    numbers = b.numbers_of(n)
+    numbers = str([b.among(0.0, 1.0, 1.0, 0.5, -1.0) for _ in range(n)])
     form = b.among(
         "{0} * {1}", "{0} + {1}", "{1} + {0}", "torch.where({1} > 0, {0}, torch.relu({0}))", "{0} * {1} + {1}"
     )
@@ -561,19 +517,15 @@ def cut(b: Builder) -> None:
 def parts(b: Builder) -> None:
     h = b.pick(2, 3, 4, where=lambda s: (s[1] if len(s) == 4 else s[-1]) % 2 == 0)
     axis, n = b.axis(h), b.shape(h)[b.axis(h)]
+    halves = "a, c = {h}.chunk(2, {d})"
     form = b.among(
-        ["{{0}}, {{1}} = {0}.chunk(2, {1})"],
-        ["{{0}}, {{1}} = torch.split({0}, {2}, dim={1})"],
-        ["{{1}}, {{0}} = {0}.tensor_split(2, {1})"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = a * torch.sigmoid(c)"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.relu(a) + c"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.cat([c, a], {1})"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.cat([a, torch.tanh(c)], {1})"],
-        ["{{0}} = F.glu({0}, {1})"],
-        ["a, c = {0}.chunk(2, {1})", "{{0}} = torch.maximum(a, c)"],
-    )
-    made = 2 if "{{1}}" in form[0] else 1
-    b.add((h,), [line.format(h, axis, n // 2).format("{0}", "{1}") for line in form], makes=made)
+        ["{0}, {1} = {h}.chunk(2, {d})"], ["{0}, {1} = torch.split({h}, {n}, dim={d})"],
+        ["{1}, {0} = {h}.tensor_split(2, {d})"], [halves, "{0} = a * torch.sigmoid(c)"],
+        [halves, "{0} = torch.relu(a) + c"], [halves, "{0} = torch.cat([c, a], {d})"],
+        [halves, "{0} = torch.cat([a, torch.tanh(c)], {d})"], ["{0} = F.glu({h}, {d})"],
+        [halves, "{0} = torch.maximum(a, c)"],
+    )  # fmt: skip
+    b.add((h,), form, makes=2 if "{1}" in form[0] else 1, h=h, d=axis, n=n // 2)
 
 
 @operator(2)
@@ -653,9 +605,7 @@ def written(b: Builder) -> None:
         (["{0} = {h}.clone()", "{0}.index_copy_(-1, torch.tensor([0]), {h}[..., 1:2])"], []),
         (["{0} = {h}.clone()", "{0}.index_add_(-1, torch.tensor([0, 1]), {h}[..., :2])"], []),
     )
-    text = [f.replace("{h}", h).replace("{k}", str(k)).replace("{m}", str(n - k)).replace("{n}", str(n)).replace("{l}", name)
-            for f in form]  # fmt: skip
-    b.add((h,), text, init)
+    b.add((h,), form, init, h=h, k=k, m=n - k, n=n, l=name)
 
 
 @operator(0.7)
@@ -703,7 +653,7 @@ def reduced(b: Builder) -> None:
         "{h} - {h}.median({d}, keepdim=True)[0]", "({h} == {h}.amax({d}, keepdim=True)) * {h}", "{h} * ({h} > {h}.mean())",
         "{h} / {h}.std(unbiased=False)", "{h}.prod({d}, keepdim=True) + {h}", "F.softmin({h}, dim={d})", "{h}.topk(2, {d})[0]",
         "{h}.kthvalue(2, {d}, keepdim=True)[0] + {h}", "{h}.aminmax(dim={d}, keepdim=True)[1] - {h}",
-    ).replace("{h}", h).replace("{d}", d))  # fmt: skip
+    ), h=h, d=d)  # fmt: skip
 
 
 @operator(3)
@@ -729,8 +679,7 @@ def normalized(b: Builder) -> None:
               [("self.{n}({h}.transpose(1, 2)).transpose(1, 2)", "nn.BatchNorm1d({c})"), ("F.instance_norm({h})", "")]),
         )  # fmt: skip
     groups = b.among(*[g for g in (1, 2, 3, 4) if n % g == 0])
-    values = {"n": name, "h": h, "c": n, "g": groups}
-    b.add((h,), form.format(**values), [f"self.{name} = {init.format(**values)}"] if init else [])
+    b.add((h,), form, ["self.{n} = " + init] if init else [], n=name, h=h, c=n, g=groups)
 
 
 @operator(1)
@@ -788,8 +737,8 @@ def product(b: Builder) -> None:
             ("torch.einsum('bti,ij,bsj->bts', {h}, self.{p}, {h})", ["self.{p} = nn.Parameter(torch.randn({n}, {n}))"]),
             ("torch.cdist({h}, {h})", []),
         )  # fmt: skip
-    values = {"h": h, "g": g, "n": n, "m": m, "o": out, "p": name, "l": layer, "B": b.shape(h)[0], "T": b.shape(h)[1]}
-    b.add((h, g) if g != h else (h,), form.format(**values), [line.format(**values) for line in init])
+    batch, tokens = b.shape(h)[:2]
+    b.add((h, g), form, init, h=h, g=g, n=n, m=m, o=out, p=name, l=layer, B=batch, T=tokens)
 
 
 # attention
@@ -845,9 +794,8 @@ def attention(b: Builder) -> None:
         b.add((h, g), b.among(f"self.{name}({h}, {g}, {g})[0]", f"self.{name}({h}, {h}, {h}, need_weights=False)[0]"),
               [f"self.{name} = nn.MultiheadAttention({n}, {heads}, batch_first=True)"])  # fmt: skip
         return
-    body = [*split, *qk[0], *core, "{{0}} = self.{o}(" + merge + ")"]
-    b.add((h,), [line.format(**values).replace("{0}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{0}")
-                 for line in body], [line.format(**values) for line in [*init, *qk[1]]])  # fmt: skip
+    body = [*split, *qk[0], *core, "{0} = self.{o}(" + merge + ")"]
+    b.add((h,), body, [*init, *qk[1]], **values)
 
 
 # several maps in one weight
@@ -948,8 +896,7 @@ def stacked(b: Builder) -> None:
             second, read = weight(v, "efo")
             lines.append(f"{{0}} = torch.einsum('{lead}{order},{second}->{lead}o', y, {read})" if how == "summed"
                          else f"{{0}} = y.mean({b.among(-1, -2)})")  # fmt: skip
-    body = [line.replace("{0}", "\0").replace("{", "{{").replace("}", "}}").replace("\0", "{0}") for line in lines]
-    b.add((h,), body, init)
+    b.add((h,), lines, init)
 
 
 # convolutions
@@ -1028,10 +975,10 @@ def image(b: Builder) -> None:
     if c % 2 == 0:
         options += [("F.pixel_shuffle(torch.cat([{h}, {h}], 1), 2)", [])]
     form, init = b.random.choice(options)
-    values = {"h": h, "l": name, "c": c, "B": batch, "H": height, "W": width, "o": out}
     if form == "{h}":
         raise Unfit
-    b.add((h,), form.format(**values), [f"self.{name} = " + line.format(**values) for line in init])
+    made = [f"self.{name} = {line}" for line in init]
+    b.add((h,), form, made, h=h, l=name, c=c, B=batch, H=height, W=width, o=out)
 
 
 @operator(1)
@@ -1120,14 +1067,7 @@ def indexed(b: Builder) -> None:
              ["self.{m} = nn.Linear({n}, 1)"]),
         ]  # fmt: skip
     form, init = b.random.choice(options)
-    values = {"h": h, "n": n, "o": out, "l": name, "m": layer, "B": shape[0], "T": shape[1]}
-
-    def fill(line: str) -> str:
-        for key, value in values.items():
-            line = line.replace("{" + key + "}", str(value))
-        return line
-
-    b.add((h,), [fill(line) for line in form], [fill(line) for line in init])
+    b.add((h,), form, init, h=h, n=n, o=out, l=name, m=layer, B=shape[0], T=shape[1])
 
 
 @operator(0.8)
@@ -1157,27 +1097,29 @@ def embedded(b: Builder) -> None:
 
 def random_module(seed: int) -> Module:
     """A random module whose outputs depend on its weights; the same for the same seed."""
+    return _first(seed, OPERATORS, (), lambda module: True)
+
+
+def beyond_module(seed: int) -> Module:
+    """A random module that does something else on other inputs, or in training, than on its example."""
+    names = {function.__name__ for function, _ in BEYOND}
+    beyond = [*OPERATORS, *BEYOND, *BEYOND]
+    return _first(seed, beyond, OPTIONS, lambda module: bool(names & {node.kind for node in module.nodes}))
+
+
+def _first(
+    seed: int, operators: list[tuple[Operator, float]], options: tuple[str, ...], fits: Callable[[Module], bool]
+) -> Module:
     for attempt in range(20):
-        module = _drawn(seed + 1_000_003 * attempt)
-        if module.outputs and depends_on_weights(module):
+        module = _drawn(seed + 1_000_003 * attempt, operators, options)
+        if fits(module) and module.outputs and depends_on_weights(module):
             return module
-    raise RuntimeError(f"no module with outputs that depend on its weights was drawn from seed {seed}")
+    raise RuntimeError(f"no module that fits was drawn from seed {seed}")
 
 
 OPTIONS = ("n=2", "m=None")
 WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
 """Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
-BEYOND: list[tuple[Operator, float]] = []
-
-
-def beyond(weight: float) -> Callable[[Operator], Operator]:
-    """An operator that does something else on other inputs, or in training, than on the example."""
-
-    def register(function: Operator) -> Operator:
-        BEYOND.append((function, weight))
-        return function
-
-    return register
 
 
 @beyond(5)
@@ -1276,16 +1218,6 @@ def the_largest(b: Builder) -> None:
     b.add((h,), f"self.{codes}[{found.format(act.format(source))}]", [*init, code_line])
 
 
-def beyond_module(seed: int) -> Module:
-    """A random module that does something else on other inputs, or in training, than on its example."""
-    for attempt in range(20):
-        module = _drawn(seed + 1_000_003 * attempt, [*OPERATORS, *BEYOND, *BEYOND], OPTIONS)
-        beyond = {f.__name__ for f, _ in BEYOND} & {node.kind for node in module.nodes}
-        if beyond and module.outputs and depends_on_weights(module):
-            return module
-    raise RuntimeError(f"no module that goes beyond its example was drawn from seed {seed}")
-
-
 def depends_on_weights(module: Module) -> bool:
     """Whether other weights give other outputs."""
     results = []
@@ -1300,7 +1232,7 @@ def depends_on_weights(module: Module) -> bool:
     )
 
 
-def _drawn(seed: int, operators: list[tuple[Operator, float]] | None = None, options: tuple[str, ...] = ()) -> Module:
+def _drawn(seed: int, operators: list[tuple[Operator, float]], options: tuple[str, ...]) -> Module:
     b = Builder(seed)
     b.space |= {"n": 2, "m": None}
     kind = b.among("vector", "vector", "sequence", "sequence", "image", "mixed")
@@ -1314,7 +1246,7 @@ def _drawn(seed: int, operators: list[tuple[Operator, float]] | None = None, opt
         b.space[name] = torch.randn(*shape, generator=torch.Generator().manual_seed(k))
         b.pool.append(name)
     size = b.random.randint(3, 11)
-    functions, weights = zip(*(operators or OPERATORS), strict=True)
+    functions, weights = zip(*operators, strict=True)
     _try(b, convolution if kind == "image" else linear)
     for _ in range(400):
         if len(b.nodes) >= size:
@@ -1381,77 +1313,3 @@ def _outputs(b: Builder) -> list[str]:
                 continue
             break
     return outputs
-
-
-# -- shrinking --------------------------------------------------------------------------------------------------------
-
-
-def runs(module: Module) -> bool:
-    """Whether a module can be built and run."""
-    try:
-        model, inputs = module.build()
-        with torch.no_grad():
-            model(*inputs)
-    except Exception:
-        return False
-    return bool(module.outputs)
-
-
-def shrink(module: Module, fails: Callable[[Module], bool], *, steps: int = 300) -> Module:
-    """The smallest module that can be reached by dropping nodes one after the other, and still fails.
-
-    Args:
-        module: one that fails.
-        fails: whether a module (which runs) still fails in the same way.
-        steps: most candidates to try.
-    """
-    for _ in range(steps):
-        for candidate in _smaller(module):
-            steps -= 1
-            if steps < 0:
-                return module
-            if runs(candidate) and fails(candidate):
-                module = candidate
-                break
-        else:
-            return module
-    return module
-
-
-def _smaller(module: Module) -> Iterator[Module]:
-    """Candidates, the boldest first."""
-    for output in module.outputs:
-        if len(module.outputs) > 1:
-            yield _without_dead(replace(module, outputs=(output,)))
-    alive = _without_dead(module)
-    if len(alive.nodes) < len(module.nodes):
-        yield alive
-    for k, node in enumerate(module.nodes):
-        rest = module.nodes[:k] + module.nodes[k + 1 :]
-        read = {r for n in rest for r in n.reads} | set(module.outputs)
-        if not read & set(node.makes):
-            yield _tidied(replace(module, nodes=rest))  # nobody reads it
-    for k in reversed(range(len(module.nodes))):
-        node = module.nodes[k]
-        rest = module.nodes[:k] + module.nodes[k + 1 :]
-        for old in node.makes:
-            earlier = [*module.inputs, *(n for other in module.nodes[:k] for n in other.makes)]
-            for new in [*node.reads, *reversed(earlier)][:6]:  # shapes that do not fit do not run
-                nodes = tuple(n.reading(old, new) for n in rest)
-                outputs = tuple(new if o == old else o for o in module.outputs)
-                if not any(o in module.inputs for o in outputs):
-                    yield _tidied(replace(module, nodes=nodes, outputs=outputs))
-        for new in node.reads:
-            if len(module.outputs) == 1 and new not in module.inputs and new != module.outputs[0]:
-                yield _without_dead(replace(module, outputs=(new,)))
-
-
-def _tidied(module: Module) -> Module:
-    used = {r for node in module.nodes for r in node.reads} | set(module.outputs)
-    inputs = {k: v for k, v in module.inputs.items() if k in used} or dict(list(module.inputs.items())[:1])
-    return replace(module, inputs=inputs)
-
-
-def _without_dead(module: Module) -> Module:
-    live = module.live
-    return _tidied(replace(module, nodes=tuple(n for n in module.nodes if live & set(n.makes))))

@@ -244,35 +244,6 @@ def test_a_posterior_follows_its_network(curvature: Any, cuda: torch.device) -> 
         assert mixture.predictive(x).device == first
 
 
-def test_a_dual_posterior_follows_its_network(cuda: torch.device) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double()
-    x, y, matrix = (torch.randn(shape).double() for shape in ((1, 1, 5, 4), (1, 12), (12, 20)))
-    prior = tus.laplace.KernelPrior(["0.weight", "2.weight"], name="kernels")
-    dual = tus.laplace.DualLaplace(
-        model, structured=[prior], prior=None, observation=tus.laplace.LinearObservation(matrix)
-    )
-    dual.fit([(x, y)])
-    expected = dual.function_samples(x, 3)
-    model.to(cuda)
-    found = dual.function_samples(x, 3)
-    assert found.device == cuda
-    torch.testing.assert_close(found.cpu(), expected, **CLOSE)
-    dual.optimize_evidence(hyperprior=tus.laplace.TotalVariation((5, 4), weight=0.1))
-    model.cpu()
-    assert dual.function_samples(x, 3).device.type == "cpu"
-
-
-def test_an_observation_by_functions_that_hold_tensors_on_the_device(cuda: torch.device) -> None:
-    matrix = torch.randn(7, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    there = matrix.to(cuda)
-    functions: dict[str, Any] = {"forward": lambda f: f @ there.T, "adjoint": lambda u: u @ there}
-    found = tus.laplace.LinearObservation(**functions, outputs=10, values=7, device=cuda)
-    assert torch.equal(found.matrix(10), matrix)
-    with pytest.raises(RuntimeError, match=r"say device="):
-        tus.laplace.LinearObservation(**functions, outputs=10, values=7)
-
-
 def test_swag_takes_snapshots_of_a_network_on_the_device(cuda: torch.device) -> None:
     """With running statistics of its samples from the data, and a checkpoint that can be read where there is none."""
     model = SWAG(network().float(), cycle_start=0, cycle_length=1, num_estimators=2).to(cuda)

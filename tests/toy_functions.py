@@ -7,8 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.parts import Parts
+from tu_symmetry.tables.outcome import Outcome, Parts
 
 CALLS: list[str] = []
 

@@ -12,7 +12,6 @@ from . import scaling as scaling
 from . import symmetry as symmetry
 from .alignment.activations import activation_matching as activation_matching
 from .alignment.align import align as align
-from .alignment.barrier import barrier_matrix as barrier_matrix
 from .alignment.barrier import interpolate as interpolate
 from .alignment.barrier import loss_barrier as loss_barrier
 from .alignment.matching import weight_matching as weight_matching

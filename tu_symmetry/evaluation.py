@@ -15,14 +15,18 @@ from tu_symmetry.states import sample_count, unstack
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; on leaving, every submodule has its own mode back."""
+def evaluating(model: nn.Module, hooks: Mapping[str, Callable[..., None]] | None = None) -> Iterator[None]:
+    """Evaluation mode without gradients, with forward hooks on some submodules by their paths; undone on leaving."""
     was_training = {m: m.training for m in model.modules()}
+    modules = dict(model.named_modules())
+    handles = [modules[path].register_forward_hook(hook) for path, hook in (hooks or {}).items()]
     try:
         model.eval()
         with torch.no_grad():
             yield
     finally:
+        for handle in handles:
+            handle.remove()
         for module, training in was_training.items():
             module.training = training
 
@@ -44,12 +48,8 @@ def input_batches(dataloader: Iterable[Any], device: torch.device) -> Iterator[T
     Raises:
         ValueError: an empty loader.
     """
-    empty = True
-    for batch in dataloader:
-        empty = False
+    for batch in _not_empty(dataloader):
         yield (batch[0] if isinstance(batch, (list, tuple)) else batch).to(device)
-    if empty:
-        raise ValueError(_EMPTY)
 
 
 def labeled_batches(dataloader: Iterable[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -58,17 +58,23 @@ def labeled_batches(dataloader: Iterable[Any], device: torch.device) -> Iterator
     Raises:
         ValueError: an empty loader, or batches that are not pairs.
     """
+    for batch in _not_empty(dataloader):
+        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
+            of = f" of {len(batch)}" if isinstance(batch, (list, tuple)) else ""
+            raise ValueError(f"a loss needs batches (inputs, targets), but the loader gave {type(batch).__name__}{of}")
+        yield batch[0].to(device), batch[1].to(device)
+
+
+def _not_empty(dataloader: Iterable[Any]) -> Iterator[Any]:
     empty = True
     for batch in dataloader:
         empty = False
-        if not isinstance(batch, (list, tuple)) or len(batch) != 2:
-            raise ValueError(
-                f"a loss needs batches (inputs, targets), but the dataloader gave {type(batch).__name__}"
-                + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
-            )
-        yield batch[0].to(device), batch[1].to(device)
+        yield batch
     if empty:
-        raise ValueError(_EMPTY)
+        raise ValueError(
+            "the dataloader gave no batch, so there is nothing to measure; an iterator that was used up before looks "
+            "like this: pass a DataLoader, or a list of batches"
+        )
 
 
 def reusable(dataloader: Iterable[Any]) -> Iterable[Any]:
@@ -78,7 +84,7 @@ def reusable(dataloader: Iterable[Any]) -> Iterable[Any]:
 
 def forward(model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor) -> Any:
     """The module's outputs with other weights."""
-    return torch.func.functional_call(model, dict(state), (inputs,), tie_weights=False)
+    return functional_call(model, dict(state), (inputs,), tie_weights=False)
 
 
 @dataclass(frozen=True)
@@ -109,22 +115,17 @@ def logits(model: nn.Module, state: Mapping[str, Tensor], data: Batches) -> Tens
 
 
 def mean_probabilities(
-    model: nn.Module, states: Mapping[str, Tensor], data: Batches, each: Callable[[int], None] | None = None
+    model: nn.Module, states: Mapping[str, Tensor], data: Batches, each: Callable[[int], None] = lambda done: None
 ) -> Tensor:
-    """The predictive distribution of equally weighted networks, mean of softmax, ``[n, classes]`` in float64.
+    """The predictive distribution of stacked, equally weighted networks, ``[n, classes]`` in float64.
 
-    Args:
-        model: the module that the states belong to.
-        states: stacked states.
-        data: inputs.
-        each: called with the number of networks done, after each.
+    After each network ``each`` is called with the number of those done.
     """
     total: Tensor | None = None
     for i, state in enumerate(unstack(states)):
         probabilities = logits(model, state, data).double().softmax(-1)
         total = probabilities if total is None else total + probabilities
-        if each is not None:
-            each(i + 1)
+        each(i + 1)
     if total is None:
         raise ValueError("no networks to predict with: the stack of states is empty")
     return total / sample_count(states)
@@ -138,9 +139,3 @@ def accuracy(probabilities: Tensor, y: Tensor) -> float:
 def nll(probabilities: Tensor, y: Tensor) -> float:
     """Mean negative log-likelihood in nats."""
     return -probabilities.gather(-1, y.unsqueeze(-1)).clamp_min(1e-300).log().mean().item()
-
-
-_EMPTY = (
-    "the dataloader gave no batch, so there is nothing to measure; an iterator that was used up before looks like "
-    "this: pass a DataLoader, or a list of batches"
-)

@@ -1,8 +1,7 @@
 """Which networks a module trains: the one of a LightningModule, the members of a deep ensemble.
 
-Nothing of Lightning or TorchUncertainty is imported: a LightningModule is told by the name of its class, and
-TorchUncertainty's wrappers by what they call their networks. A module that keeps its networks otherwise (stacked, as
-draws on disk) says so by a method ``network_states()``, which returns their state dicts or raises what to do instead.
+Nothing of Lightning or TorchUncertainty is imported: both are told by names. A module that keeps its networks otherwise
+(stacked, as draws on disk) has a method ``network_states()``, which returns their state dicts or raises what to do.
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ def is_source(value: Any) -> bool:
 
 
 def states_of(source: nn.Module, name: str) -> list[dict[str, Tensor]]:
-    """The state dicts of the networks that a routine has trained (its own tensors, detached).
-
-    Args:
-        source: a LightningModule, or a deep ensemble of TorchUncertainty.
-        name: what to call it in an error.
-
-    Returns:
-        One for each member of a deep ensemble (``core_models``), else one.
+    """The state dicts of the networks that a routine, called ``name``, has trained: of all members of an ensemble.
 
     Raises:
         ValueError: no network, or several that are not members of one ensemble: which is meant has to be said.
@@ -85,17 +77,11 @@ def _require_alone(wrapper: nn.Module, name: str) -> None:
 
 
 def network_of(module: nn.Module, *, name: str, advice: Any) -> nn.Module:
-    """The network that a LightningModule trains: its ``model``, or else its only submodule with weights.
-
-    A LightningModule without submodules, whose weights are its own, is the network itself.
-
-    Args:
-        module: where to look.
-        name: what to call it in an error.
-        advice: ``advice(attribute)``: how it is said otherwise, with the name of a submodule.
+    """The network that a LightningModule trains: its ``model``, its only submodule with weights, or else itself.
 
     Raises:
-        ValueError: several submodules have weights, or none, or there are weights beside the only one.
+        ValueError: several submodules have weights, or none, or there are weights beside the only one. It calls the
+            module ``name``, and says by ``advice(attribute)`` how to name a submodule.
     """
     model = getattr(module, "model", None)
     if isinstance(model, nn.Module):
@@ -126,10 +112,8 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def uncopyable(model: nn.Module, *, compiled: bool = False) -> str:
     """Why a copy of a network would read the weights of the original, or "" where it would not.
 
-    A ``forward`` that was set on an instance, and is a function that has the network in its closure or its defaults, is
-    not copied with it: functions are copied by reference. Bound methods and ``functools.partial`` are copied, with the
-    modules that they hold; a weight that a ``partial`` holds by itself is read past the module all the same. With
-    ``compiled`` the caller copies what ``torch.compile`` was given instead of what it returned.
+    Functions are copied by reference: a ``forward`` that was set on an instance, and has the network in its closure or
+    its defaults, goes on reading it. With ``compiled`` the caller copies what ``torch.compile`` was given.
     """
     own = {id(held) for held in (*model.modules(), *model.parameters(), *model.buffers())}
     for path, part in model.named_modules():
@@ -137,9 +121,8 @@ def uncopyable(model: nn.Module, *, compiled: bool = False) -> str:
         if any(id(held) in own for held in _held(function, 4)):
             return (
                 f"{path + '.' if path else ''}forward was set on the instance of {type(part).__name__} as a function "
-                "that holds parts of the network, which a copy of the network would go on reading from the original. "
-                "Make it a method of the class, or bind it with types.MethodType(function, module) and let it find "
-                "everything on the module that it is given"
+                "that holds parts of the network, which a copy would read from the original. Make it a method of the "
+                "class, or bind it with types.MethodType(function, module)"
             )
     return ""
 

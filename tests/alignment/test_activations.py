@@ -25,7 +25,7 @@ def two_states(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return random_state(model, generator), random_state(model, generator)
 
 
-@pytest.mark.parametrize("similarity", ["product", "covariance", "correlation"])
+@pytest.mark.parametrize("similarity", ["product", "correlation"])
 def test_similarities_are_those_of_the_hidden_layer(similarity: Any) -> None:
     """On a flattened convolution: a channel's positions and all samples count alike, over batches of any size."""
     model = nn.Sequential(nn.Conv2d(2, 5, 3), nn.ReLU(), nn.Flatten(), nn.Linear(5 * 9, 3)).double()
@@ -33,13 +33,7 @@ def test_similarities_are_those_of_the_hidden_layer(similarity: Any) -> None:
     graph = tus.discover_symmetries(model, x)
     a, b = two_states(model)
     hidden = [F.relu(F.conv2d(x, s["0.weight"], s["0.bias"])).movedim(1, 0).flatten(1) for s in (a, b)]
-    if similarity == "product":
-        wanted = hidden[0] @ hidden[1].T
-    else:
-        joint = torch.cov(torch.cat(hidden), correction=0)
-        if similarity == "correlation":
-            joint = joint / torch.outer(joint.diag().sqrt(), joint.diag().sqrt())
-        wanted = joint[:5, 5:]
+    wanted = hidden[0] @ hidden[1].T if similarity == "product" else torch.corrcoef(torch.cat(hidden))[:5, 5:]
     rows, columns = linear_sum_assignment(wanted.numpy(), maximize=True)
     found = tus.activation_matching(graph, model, a, b, [x[:3], (x[3:15], None), x[15:]], similarity=similarity)
     assert found.permutation["0"].tolist() == columns.tolist()
@@ -70,10 +64,13 @@ def test_a_residual_stream_is_seen_in_all_its_places() -> None:
     assert found.objective == pytest.approx(total, rel=1e-9)
 
 
-PLANTED = "cnn_flatten resnet_batchnorm DenseConcat conv1d_transposed unet_concat conv3d BlocksInBlocks CalledTwice"
+PLANTED = (
+    "mlp_relu batchnorm_cnn cnn_flatten resnet_batchnorm DenseConcat conv1d_transposed unet_concat conv3d GroupedConv "
+    "BlocksInBlocks CalledTwice GroupNormNet weight_norm transformer_separate Recurrent"
+)
 
 
-@pytest.mark.parametrize("name", [*PLANTED.split(), "GroupNormNet", "weight_norm"])
+@pytest.mark.parametrize("name", PLANTED.split())
 def test_noisy_planted_permutations_are_found(name: str) -> None:
     """Copies with 2 % noise on the weights, by what they compute on data."""
     case = next(c for c in CASES if c.name == name)
@@ -128,40 +125,3 @@ def test_models_and_states_are_left_as_they_were() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     for state, before in zip((model.state_dict(), a, b), kept, strict=True):
         assert all(torch.equal(state[n], t) for n, t in before.items())
-
-
-def test_progress_counts_batches_and_samples() -> None:
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)).double()
-    graph = tus.discover_symmetries(model, normal(3, 4))
-    a, b = two_states(model)
-    seen: list[dict[str, Any]] = []
-    tus.activation_matching(graph, model, a, b, [normal(9, 4), normal(2, 4)], progress=seen.append)
-    assert seen == [{"batch": 1, "samples": 9}, {"batch": 2, "samples": 11}]
-    with pytest.raises(ValueError, match="unknown similarity"):
-        tus.activation_matching(graph, model, a, b, [normal(9, 4)], similarity="cosine")  # type: ignore[arg-type]
-    stack = {n: torch.stack([t, t]) for n, t in a.items()}
-    for match in (tus.weight_matching, lambda g, p, q: tus.activation_matching(g, model, p, q, [normal(9, 4)])):
-        with pytest.raises(tus.SymmetryError, match="stack of states"):
-            match(graph, a, stack)
-
-
-def test_half_precision_and_graphs_of_gradients_are_taken() -> None:
-    """bfloat16 weights are matched in float32; parameters that require gradients stay out of the computation."""
-    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
-    graph = tus.discover_symmetries(model, torch.zeros(2, 4))
-    generator = torch.Generator().manual_seed(0)
-    reference = {
-        n: torch.randn(t.shape, generator=generator).bfloat16().requires_grad_() for n, t in model.state_dict().items()
-    }
-    p = tus.random_permutation(graph, generator=generator)
-    for method in ("frank_wolfe", "descent"):
-        start = {"init": tus.invert(p)} if method == "descent" else {}
-        found = tus.weight_matching(
-            graph,
-            reference,
-            tus.apply_permutation(graph, p, reference),
-            solver=method,
-            **start,  # type: ignore[arg-type]
-        )
-        assert found.distance_after == 0.0
-        assert all(torch.equal(found.permutation[n], q) for n, q in tus.invert(p).items())

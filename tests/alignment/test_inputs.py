@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from toy_networks import Normed
 
 import tu_symmetry as tus
-from tu_symmetry.alignment.barrier import barrier_matrix, interpolate, loss_barrier, mean_loss
+from tu_symmetry.alignment.barrier import interpolate, loss_barrier, mean_loss
 from tu_symmetry.alignment.matching import inner_product
 from tu_symmetry.states import mean_state
 
@@ -81,27 +81,6 @@ def test_an_ensemble_of_mixed_dtypes_is_aligned(graph: tus.SymmetryGraph, refere
     assert max(result.distances_after) < 0.02 * max(result.distances_before)
 
 
-def test_states_of_different_dtypes_are_interpolated_and_activations_matched(graph: tus.SymmetryGraph) -> None:
-    a, b = states(2)
-    middle = interpolate(a, cast(b, torch.float64), 0.25)
-    assert all(torch.equal(middle[n], t) for n, t in interpolate(a, b, 0.25).items())
-    found = tus.activation_matching(graph, Normed(), a, cast(b, torch.float64), batches())
-    assert all(
-        torch.equal(p, found.permutation[n])
-        for n, p in tus.activation_matching(graph, Normed(), a, b, batches()).permutation.items()
-    )
-
-
-def test_stacks_serve_where_lists_do() -> None:
-    members = states(3)
-    stack = {n: torch.stack([s[n] for s in members]) for n in members[0]}
-    mean = mean_state(stack)
-    assert all(torch.equal(t, mean[n]) for n, t in mean_state(members).items())
-    one, other = (barrier_matrix(Normed(), s, batches(), F.cross_entropy, points=3) for s in (members, stack))
-    torch.testing.assert_close(one, other)
-    assert one.shape == (3, 3)
-
-
 def test_losses_that_are_not_finite_make_no_barrier_of_zero() -> None:
     """``max(0, nan)`` is 0: a network that overflows would look as if it were well connected."""
     a, b = states(2)
@@ -118,33 +97,91 @@ def test_losses_that_are_not_finite_make_no_barrier_of_zero() -> None:
     assert math.isfinite(found.losses[1])
 
 
-def _wrong(name: str, graph: tus.SymmetryGraph, members: list[State]) -> Callable[[], Any]:
-    model, (a, b, _) = Normed(), members
-    return {
-        "models": lambda: tus.align(graph, [model, Normed()]),
-        "a model": lambda: tus.weight_matching(graph, a, model),
-        "match_on": lambda: tus.align(graph, members, match_on="straight_through"),
-        "option": lambda: tus.align(graph, members, similarity="correlation"),
-        "no mean": lambda: mean_state([]),
-        "each sample": lambda: mean_loss(model, a, batches(), lambda o, t: F.cross_entropy(o, t, reduction="none")),
-        "shapes": lambda: interpolate(a, {**b, "5.bias": torch.zeros(4)}, 0.5),
-    }[name]
+def test_half_precision_with_gradients_is_matched_in_single() -> None:
+    model = Normed()
+    graph = tus.discover_symmetries(model, torch.zeros(2, 4))
+    generator = torch.Generator().manual_seed(0)
+    reference = {n: torch.randn(t.shape, generator=generator).bfloat16() for n, t in model.state_dict().items()}
+    reference = {n: t.requires_grad_() if t.ndim else torch.tensor(3) for n, t in reference.items()}
+    p = tus.random_permutation(graph, generator=generator)
+    moved = tus.apply_permutation(graph, p, reference)
+    by_descent = tus.weight_matching(graph, reference, moved, solver="descent", init=tus.invert(p))
+    for found in (tus.weight_matching(graph, reference, moved), by_descent):
+        assert found.distance_after == 0.0
+        assert all(torch.equal(found.permutation[n], q) for n, q in tus.invert(p).items())
 
 
-@pytest.mark.parametrize(
-    ("name", "error", "message"),
-    [
-        ("models", TypeError, r"states\[0\] is a Normed, not a state dict; .* module.state_dict\(\)"),
-        ("a model", TypeError, r"state is a Normed, not a state dict"),
-        ("match_on", ValueError, "unknown match_on 'straight_through'"),
-        ("option", ValueError, "similarity= is of activation matching"),
-        ("no mean", ValueError, "no network to take a mean of"),
-        ("each sample", ValueError, r"has shape \(8,\), but it has to be the mean over the batch"),
-        ("shapes", ValueError, r"'5.bias', \(3,\), \(4,\)"),
-    ],
-)
-def test_what_cannot_be_used_is_named(
-    name: str, error: type[Exception], message: str, graph: tus.SymmetryGraph
-) -> None:
+MODEL = Normed()
+A, B, C = states(3)
+X = [x for x, _ in batches()]
+STACK = {n: torch.stack([t, t]) for n, t in A.items()}
+ACTIVATIONS: Any = {"match_on": "activations"}
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "models": (lambda g: tus.align(g, [MODEL, MODEL]), TypeError, r"states\[0\] is a Normed, .* module.state_dict\(\)"),
+    "a model": (lambda g: tus.weight_matching(g, A, MODEL), TypeError, r"state is a Normed, not a state dict"),
+    "one network": (lambda g: tus.align(g, [A]), ValueError, "at least two networks"),
+    "a stack": (lambda g: tus.weight_matching(g, A, STACK), tus.SymmetryError, "stack of states"),
+    "a stack, activations": (
+        lambda g: tus.activation_matching(g, MODEL, A, STACK, X),
+        tus.SymmetryError,
+        "stack of states",
+    ),
+    "no common axis": (lambda g: tus.align(g, {**STACK, "5.bias": A["5.bias"]}), ValueError, "leading sample axis"),
+    "NaN": (lambda g: tus.align(g, [A, {**B, "5.bias": B["5.bias"] * math.nan}]), tus.SymmetryError, r"states\[1\]"),
+    "match_on": (lambda g: tus.align(g, [A, B], match_on="loss"), ValueError, "unknown match_on 'loss'"),
+    "solver": (lambda g: tus.weight_matching(g, A, B, solver="best"), ValueError, "unknown solver 'best'"),
+    "restarts": (lambda g: tus.weight_matching(g, A, B, restarts=3), ValueError, "barycenter"),
+    "init": (
+        lambda g: tus.weight_matching(g, A, B, solver="descent", init={"0": torch.zeros(8, dtype=torch.long)}),
+        tus.SymmetryError,
+        "missing or repeated",
+    ),
+    "an unread option": (
+        lambda g: tus.align(g, [A, B], similarity="correlation"),
+        ValueError,
+        "of activation matching",
+    ),
+    "similarity": (
+        lambda g: tus.activation_matching(g, MODEL, A, B, X, similarity="cosine"),
+        ValueError,
+        "unknown similarity",
+    ),
+    "no data": (lambda g: tus.align(g, [A, B], **ACTIVATIONS), ValueError, "needs model= and dataloader="),
+    "empty data": (lambda g: tus.activation_matching(g, MODEL, A, B, []), ValueError, "gave no batch"),
+    "a mean of activations": (
+        lambda g: tus.align(g, [A, B], reference="mean", model=MODEL, dataloader=X, **ACTIVATIONS),
+        ValueError,
+        "averages weights",
+    ),
+    "infinite activations": (
+        lambda g: tus.activation_matching(g, MODEL, A, B, [x * 1e38 for x in X]),
+        ValueError,
+        "activations at",
+    ),
+    "no mean": (lambda g: mean_state([]), ValueError, "no network to take a mean of"),
+    "no losses": (lambda g: loss_barrier(MODEL, A, B, [], F.cross_entropy), ValueError, "no batch"),
+    "no targets": (
+        lambda g: loss_barrier(MODEL, A, B, X, F.cross_entropy),
+        ValueError,
+        "batches \\(inputs, targets\\)",
+    ),
+    "two points": (
+        lambda g: loss_barrier(MODEL, A, B, batches(), F.cross_entropy, points=2),
+        ValueError,
+        "at least three points",
+    ),
+    "each sample": (
+        lambda g: mean_loss(MODEL, A, batches(), lambda o, t: F.cross_entropy(o, t, reduction="none")),
+        ValueError,
+        r"has shape \(8,\), but it has to be the mean over the batch",
+    ),
+    "shapes": (lambda g: interpolate(A, {**B, "5.bias": torch.zeros(4)}, 0.5), ValueError, "another architecture"),
+    "names": (lambda g: interpolate(A, {}, 0.5), ValueError, "another architecture"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_used_is_named(name: str, graph: tus.SymmetryGraph) -> None:
+    call, error, message = WRONG[name]
     with pytest.raises(error, match=message):
-        _wrong(name, graph, states(3))()
+        call(graph)

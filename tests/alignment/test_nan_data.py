@@ -56,7 +56,6 @@ CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "repair": lambda s, data: tus.repair(NETWORK, s, [0.5, 0.25, 0.25], s[0], data),
     "merge, batchnorm": lambda s, data: tus.merge(GRAPH, s, NETWORK, data, correction="batchnorm"),
     "merge, repair": lambda s, data: tus.merge(GRAPH, s, NETWORK, data, correction="repair"),
-    "merge, greedy": lambda s, data: tus.merge(GRAPH, s, NETWORK, data, weights="greedy", loss=F.cross_entropy),
     "merge, measured": lambda s, data: tus.merge(GRAPH, s, NETWORK, loss=F.cross_entropy, validation=data),
     "merge, read once": lambda s, data: tus.merge(GRAPH, s, NETWORK, loss=F.cross_entropy, validation=once(data)),
 }
@@ -89,19 +88,7 @@ def test_the_network_is_named_before_anything_is_matched(monkeypatch: pytest.Mon
     given[1]["5.bias"] = torch.full_like(given[1]["5.bias"], 1e308)  # finite; its loss is not
     monkeypatch.setattr("tu_symmetry.alignment.align.weight_matching", lambda *a: pytest.fail("networks were matched"))
     with pytest.raises(ValueError, match=r"states\[1\]: the loss is NaN on batch 0"):
-        tus.merge(GRAPH, given, NETWORK, weights="greedy", validation=doubled(loader()), loss=difference)
-
-
-def test_a_trial_of_a_soup_that_diverges_is_left_out_aloud() -> None:
-    calls: list[float] = []
-
-    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        calls.append(0.0)
-        return outputs.mean() * (math.nan if len(calls) > 3 * BATCHES else 0.0)
-
-    with pytest.warns(UserWarning, match=r"the mean of the networks \[0, [12]\] has a loss of NaN: [12] is"):
-        merged = tus.merge(GRAPH, states(), NETWORK, weights="greedy", validation=doubled(loader()), loss=loss)
-    assert merged.weights == [1, 0, 0]
+        tus.merge(GRAPH, given, NETWORK, validation=doubled(loader()), loss=difference)
 
 
 def test_statistics_that_a_precision_does_not_hold_are_refused() -> None:
@@ -111,7 +98,7 @@ def test_statistics_that_a_precision_does_not_hold_are_refused() -> None:
         tus.reestimate_batchnorm(Net().half().eval(), state, data)
 
 
-@pytest.mark.parametrize("more", ["--correction repair", "--correction batchnorm", "--weights greedy", ""])
+@pytest.mark.parametrize("more", ["--correction repair", "--correction batchnorm", ""])
 def test_the_command_writes_nothing(
     more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,8 +160,6 @@ TEXTS: dict[str, Callable[[], Any]] = {
         GRAPH, states()[:2], NETWORK, points="3", loss=F.cross_entropy, validation=doubled(loader())
     ),
     "ratio": lambda: tus.interpolate(*states()[:2], "0.5"),
-    "candidates": lambda: tus.align(GRAPH, states(), candidates="3"),
-    "max_iterations": lambda: tus.align(GRAPH, states(), max_iterations="3"),
     "threads": lambda: tus.align(GRAPH, states(), threads="3"),
 }
 

@@ -53,7 +53,7 @@ def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | No
     elif method == "variational":
         made = VariationalRoutine(network())
     else:
-        before = [FitLaplace(curvature="last_layer", evidence=False)]
+        before = [FitLaplace(curvature="last_layer", evaluate_at="map")]
         made = routine(network(), post_processing=LaplacePostProcessing())
     run(tmp_path, *before, draws).fit(made, loader(), loader())  # SWAG averages when a validation starts
     store = SampleStore.open(tmp_path / "samples")

@@ -140,8 +140,6 @@ def test_at_most_so_many_samples() -> None:
     assert at_most(shuffled, 10) is shuffled
 
 
-# ---------------------------------------------------------------------- in a trainer
-
 READ = DigitsDataModule(train_size=400)
 
 
@@ -173,6 +171,11 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 10))
 
 
+def routine(model: nn.Module, **options: Any) -> ClassificationRoutine:
+    recipe = torch.optim.Adam(model.parameters(), lr=0.01)
+    return ClassificationRoutine(model, 10, nn.CrossEntropyLoss(), optim_recipe=recipe, **options)
+
+
 def runner(callback: FitLaplace, epochs: int) -> Trainer:
     return Trainer(
         callbacks=[callback], max_epochs=epochs, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
@@ -185,20 +188,14 @@ def run(
 ) -> tuple[FitLaplace, dict[str, float], list[str]]:
     """Train and test: the callback, metrics, and what was said of held-out data."""
     callback = FitLaplace(**options)
-    routine = ClassificationRoutine(
-        LaplaceEnsemble(model, 30) if ensemble else model,
-        10,
-        nn.CrossEntropyLoss(),
-        is_ensemble=ensemble,
-        optim_recipe=torch.optim.Adam(model.parameters(), lr=0.01),
-        post_processing=None if ensemble else LaplacePostProcessing(),
-    )
+    processing = None if ensemble else LaplacePostProcessing()
+    own = routine(LaplaceEnsemble(model, 30) if ensemble else model, is_ensemble=ensemble, post_processing=processing)
     trainer = runner(callback, epochs)
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(routine, datamodule=data)
-        (found,) = trainer.test(routine, datamodule=data, verbose=False)
+        trainer.fit(own, datamodule=data)
+        (found,) = trainer.test(own, datamodule=data, verbose=False)
     said = [str(w.message) for w in caught if issubclass(w.category, NothingHeldOutWarning)]
     return callback, dict(found), said
 
@@ -243,45 +240,35 @@ def test_the_data_module_stays_as_it_is_while_training() -> None:
     assert data.stages.count("test") == 3  # two of a copy; they share the list
     data = UncertaintyData()
     trainer = runner(FitLaplace(evaluate_at="map"), 1)
-    model = network()
-    routine = ClassificationRoutine(model, 10, nn.CrossEntropyLoss(), optim_recipe=torch.optim.Adam(model.parameters()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(routine, datamodule=data)
+        trainer.fit(routine(network()), datamodule=data)
     assert not hasattr(data, "test")
 
 
 def test_what_turns_out_to_be_tested_on_is_not_chosen_on() -> None:
     """Loaders that are given to each stage: before the test nothing is known of its data."""
-    data, model = UncertaintyData(), network()
+    data, own = UncertaintyData(), routine(network())
     data.setup("fit")
     callback = FitLaplace(evaluate_at="map")
-    routine = ClassificationRoutine(
-        model, 10, nn.CrossEntropyLoss(), optim_recipe=torch.optim.Adam(model.parameters(), lr=0.01)
-    )
     trainer = runner(callback, 1)
     trainer.limit_val_batches = 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(routine, data.train_dataloader(), data.val_dataloader())
+        trainer.fit(own, data.train_dataloader(), data.val_dataloader())
     assert callback.calibration is not None and callback.calibration.held_out
     assert callback.calibration.samples == 360
     la = callback.laplace
     with pytest.warns(NothingHeldOutWarning, match="are the test data"):
-        trainer.test(routine, DataLoader(copy.deepcopy(data.val), 60), verbose=False)
+        trainer.test(own, DataLoader(copy.deepcopy(data.val), 60), verbose=False)
     assert callback.laplace is la and not callback.calibration.held_out
 
 
 def test_test_data_that_are_not_there_do_not_stop_a_training() -> None:
-    data, model = UncertaintyData(0.1, fails=True), network()
     callback = FitLaplace(evaluate_at="map")
-    routine = ClassificationRoutine(
-        model, 10, nn.CrossEntropyLoss(), optim_recipe=torch.optim.Adam(model.parameters(), lr=0.01)
-    )
-    trainer = runner(callback, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(routine, datamodule=data)
+        runner(callback, 1).fit(routine(network()), datamodule=UncertaintyData(0.1, fails=True))
     assert callback.calibration is not None and callback.calibration.held_out
 
 

@@ -25,10 +25,8 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
     ("every_n_steps", lambda: tus.ScaleCanonicalization(every_n_steps="2")),  # type: ignore[arg-type]
     ("every_n_epochs", lambda: tus.Rebasin(every_n_epochs="2")),  # type: ignore[arg-type]
     ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
-    ("scale", lambda: tus.callbacks.EvidenceWeightDecay(scale="2")),  # type: ignore[arg-type]
     ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
     ("num_samples", lambda: tus.callbacks.FitCompactPosterior("x", num_samples="3")),  # type: ignore[arg-type]
-    ("batch_size", lambda: tus.FitLaplace(batch_size="5")),  # type: ignore[arg-type]
     ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
     ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
     ("num_members", lambda: tus.routines.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]
@@ -71,13 +69,6 @@ def test_weights_in_half_precision_are_refused_with_what_to_train_with(precision
 def test_draws_need_a_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="this one has no batch"):
         trainer(PosteriorDraws(2), folder=tmp_path, max_epochs=1, limit_train_batches=0).fit(Plain(), loader())
-
-
-def test_the_history_of_a_second_fit_goes_on(tmp_path: Path) -> None:
-    callback, module = tus.callbacks.EvidenceWeightDecay(every_n_epochs=1), Plain()
-    for count in (1, 2):
-        trainer(callback, folder=tmp_path, max_epochs=1).fit(module, loader())
-        assert len(callback.history) == count
 
 
 def test_weights_without_values_are_refused() -> None:

@@ -18,7 +18,6 @@ from trainings import trainer
 
 import tu_symmetry.callbacks
 from tu_symmetry.callbacks import (
-    EvidenceWeightDecay,
     FitCompactPosterior,
     FitLaplace,
     LastCheckpoint,
@@ -101,7 +100,6 @@ ACTING: dict[str, Callable[[Path], Callback]] = {  # what they change is the wei
     ),
     "Rebasin at the end": lambda folder: Rebasin(reference="previous", every_n_epochs=1),
     "ScaleCanonicalization": lambda folder: ScaleCanonicalization(every_n_steps=3, at_start=True),
-    "EvidenceWeightDecay": lambda folder: EvidenceWeightDecay(every_n_epochs=1),
 }
 ELSEWHERE = {"ReferencePredictive": ReferencePredictive, "TrueTemperature": TrueTemperature}  # no part of such a fit
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 from tu_symmetry.datamodules import ScannedTomographyDataModule, TomographyDataModule
 from tu_symmetry.datamodules.readers import DataFileError
-from tu_symmetry.datamodules.tomography import back_projected, deepinv_projector, measured, strip_projector
-from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.datamodules.tomography import back_projected, measured, strip_projector
 
 
 @pytest.fixture
@@ -94,61 +92,11 @@ def test_what_cannot_be_measured_is_refused(kmnist, tmp_path):
         TomographyDataModule(root, images=4).setup()
     with pytest.raises(DataFileError, match="kmnist"):
         TomographyDataModule(tmp_path / "nowhere").setup()
-    for options in ({"images": []}, {"noise": -0.1}, {"num_angles": 0}, {"steps_per_epoch": 0}, {"projector": "radon"}):
-        with pytest.raises(ValueError, match=r"measure|noise|steps|projector"):
+    for options in ({"images": []}, {"noise": -0.1}, {"num_angles": 0}, {"steps_per_epoch": 0}):
+        with pytest.raises(ValueError, match=r"measure|noise|steps"):
             TomographyDataModule(root, **options)
     with pytest.raises(ValueError, match="positive sizes"):
         strip_projector(4, 2, 0, 1.0)
-
-
-def test_deepinv_is_asked_for_by_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "deepinv", None)  # as where it is not installed
-    with pytest.raises(ImportError, match=r"tu-symmetry\[tomography\]"):
-        deepinv_projector(8, 3)
-
-
-@pytest.mark.parametrize("num_angles", [5, 10])
-def test_deepinvs_projections_are_ours_of_what_is_smooth(num_angles):
-    """Angle by angle, so that neither the order of the angles nor the direction of the detector can differ."""
-    physics = pytest.importorskip("deepinv.physics", reason="the extra tomography is not installed")
-    theirs, ours = deepinv_projector(28, num_angles), strip_projector(28, num_angles, 40, 1.0)
-    assert theirs.shape == ours.shape and theirs.dtype == torch.float64
-    along = torch.arange(28, dtype=torch.float64) - 13.5
-    y, x = torch.meshgrid(-along, along, indexing="ij")
-    image = (-((x - 2.5) ** 2 + (y + 3.2) ** 2) / 18).exp()
-    seen, expected = ((a @ image.reshape(-1)).view(num_angles, -1) for a in (theirs, ours))
-    assert bool(((seen - expected).norm(dim=1) < 0.005 * expected.norm(dim=1)).all())
-    # the matrix is the operator, and its transpose the adjoint
-    made = physics.Tomography(angles=num_angles, img_width=28, circle=False, normalize=False)
-    generator = torch.Generator().manual_seed(0)
-    drawn, values = (torch.randn(n, generator=generator, dtype=torch.float64) for n in (784, len(theirs)))
-    applied = made.A(drawn.float().view(1, 1, 28, 28))[0, 0].T.reshape(-1).double()
-    assert float((applied - theirs @ drawn).norm() / applied.norm()) < 1e-5
-    observation = LinearObservation(theirs)
-    product = float((observation.forward(drawn.unsqueeze(0))[0] * values).sum())
-    assert product == pytest.approx(float((drawn * observation.adjoint(values.unsqueeze(0))[0]).sum()), rel=1e-12)
-
-
-def test_the_data_module_measures_with_deepinv(kmnist):
-    pytest.importorskip("deepinv", reason="the extra tomography is not installed")
-    root, pixels = kmnist
-    module = TomographyDataModule(root, images=2, num_angles=[3, 6], noise=0.05, projector="deepinv")
-    module.setup()
-    found = module.problem
-    assert found.counts.tolist() == [120, 120, 240, 240] and found.operator.shape == (4, 240, 784)
-    operator = deepinv_projector(28, 3)
-    assert torch.allclose(found.operator[0, :120].double(), operator) and not found.operator[0, 120:].any()
-    clean = operator @ (pixels[1].reshape(-1).double() / 255)
-    eps = torch.from_numpy(np.random.default_rng(1 + 1).normal(size=120))
-    assert torch.allclose(
-        found.measurements[1, :120].double(), clean + 0.05 * clean.abs().mean() * eps, rtol=1e-5, atol=1e-5
-    )
-    strips = {6: strip_projector(28, 6, 40, 1.0)}
-    ours = measured(pixels[:1].unsqueeze(1).double() / 255, [0], strips, [0.0], bin_width=1.0).back_projection[0]
-    clean_back = back_projected(
-        deepinv_projector(28, 6) @ (pixels[0].reshape(-1).double() / 255), deepinv_projector(28, 6), 6, 1.0
-    ).view(1, 28, 28)
-    assert float((clean_back - ours).norm() / ours.norm()) < 0.15, "of noise, whose edges they project differently"
 
 
 def test_a_scan_is_read_from_three_files_or_says_which_are_missing(tmp_path):

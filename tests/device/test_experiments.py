@@ -104,7 +104,7 @@ def test_deep_image_priors(tmp_path: Path) -> None:
         drawn = dropout_posterior(tmp_path, tmp_path / "dropout", dropout, 4000, device=device)
         sampled = sampled_posterior(
             tmp_path, tmp_path / "plain", plain, num_steps=2, num_probes=4, num_samples=40, rank=10, patches=[1, 2],
-            max_iterations=200, noise_variance=0.3, device=device,
+            max_iterations=200, device=device,
         )  # fmt: skip
         found[device] = {"linearized": linearized.results, "sampled": sampled.results}
         for entry in found[device].values():

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.matching import weight_distance
-from tu_symmetry.alignment.products import KeptSimilarities
+from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.alignment.relaxation import RelaxedPair
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
 from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
@@ -30,7 +30,7 @@ from tu_symmetry.posterior.hamiltonian import HamiltonianChain
 from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import DeepImagePriorRoutine
-from tu_symmetry.symmetry.action import largest_entry, permute_tensors_
+from tu_symmetry.symmetry.action import largest_entry, permute_entries
 
 Waits = Callable[[Callable[[], object]], int]
 CUDA = torch.device("cuda", 0)
@@ -76,7 +76,7 @@ def test_tensors_that_a_permutation_moves(waits: Waits) -> None:
         there = {g: p.to(CUDA) for g, p in drawn.items()}
         assert waits(lambda: tus.apply_permutation(graph, drawn, held)) == 1  # noqa: B023
         assert waits(lambda: tus.apply_permutation(graph, there, held)) == 2  # noqa: B023
-        assert waits(lambda: permute_tensors_(graph, drawn, held)) == 1  # noqa: B023
+        assert waits(lambda: permute_entries(graph, drawn, dict(held))) == 1  # noqa: B023
         assert waits(lambda: graph.check_state(held)) == 1  # noqa: B023
         assert waits(lambda: largest_entry(held["0.weight"])) == 1  # noqa: B023
 
@@ -88,7 +88,7 @@ def test_iterations_of_a_relaxation(waits: Waits) -> None:
         model = network(hidden)
         graph = tus.discover_symmetries(model, torch.randn(2, 4))
         graph.require_verified()
-        pair = RelaxedPair(KeptSimilarities.of(graph, state(model, 0), state(model, 1)).products)
+        pair = RelaxedPair(WeightSimilarities.of(graph, state(model, 0), state(model, 1)).products)
         assert waits(pair.vertex) == 1
         _, sources, gap, _ = pair.vertex()
         counts.append(waits(lambda pair=pair, sources=sources, gap=gap: pair.advance(sources, gap)))  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import assert_goes_on, commands_of, shortened
-from rich.console import Console
+from recipe_runs import assert_goes_on, commands_of, plant_images, run_table, shortened
 from torch import nn
 
 from tu_symmetry.datamodules import DigitsDataModule
@@ -30,20 +28,16 @@ from tu_symmetry.experiments.linearized_laplace import (
     report_bands,
     toy,
 )
-from tu_symmetry.experiments.linearized_laplace.choices import Choice, parse_all
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.reports.bands import band_title, bands_table
-from tu_symmetry.experiments.linearized_laplace.reports.cells import OPEN, marks, title_of
-from tu_symmetry.experiments.linearized_laplace.sources import scores
-from tu_symmetry.experiments.linearized_laplace.toy import sample_curve
+from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, marks, parse_all, scores, title_of
+from tu_symmetry.experiments.linearized_laplace.toy import band_title, bands_table
 from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.commands import CommandTable, load_table, run_commands
+from tu_symmetry.tables.commands import CommandTable, load_table
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome
 
@@ -61,33 +55,6 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def run(name: str | Path, out: Path, overrides: list[str], **more: Any) -> dict[str, Any]:
-    display = Display(Console(file=io.StringIO(), width=120))
-    return run_commands(RECIPES / name, out=out, overrides=overrides, display=display, **more)
-
-
-@pytest.mark.parametrize("name", ["toy", *TABLES])
-def test_every_network_of_a_recipe_can_be_made_from_its_file(name: str) -> None:
-    """And is evaluated as what it was trained as: the files of the evidence name the same classes and arguments."""
-    from tu_symmetry.configs import resolve
-
-    contents = {k: row.content for k, row in commands_of(RECIPES / name).items()}
-    fits = {k: content for k, content in contents.items() if "routine" in content and not k.endswith("-early")}
-    trained = {k: fit["routine"]["init_args"]["model"] for k, fit in fits.items()}
-    data = {k: fit["data"] for k, fit in fits.items()}
-    for model in trained.values():
-        assert isinstance(resolve(model["class_path"])(**model["init_args"]), nn.Module)
-    for kind in ("bands", "evidence", "early_evidence"):
-        if kind not in contents:
-            continue
-        arguments = contents[kind]["command"]["init_args"]
-        networks = arguments.get("networks", {"": {"model": arguments.get("model"), "samples": ""}})
-        assert [n["model"] for n in networks.values()] == list(trained.values())
-        for own in data.values():
-            assert own["class_path"] == arguments["data"]["class_path"]
-            assert arguments["data"].get("init_args", {}).items() <= own["init_args"].items()
-
-
 # ---------------------------------------------------------------------- choices and scores
 
 
@@ -97,8 +64,7 @@ def test_choices_read_what_they_write() -> None:
     assert title_of("tangent_mode/per_group/flat") == "M(θ*), several λ, no hyperprior"
     for wrong in ("theta/single", "map", "map/both", "map/single/round", "full/single"):
         with pytest.raises(ValueError, match="write map or tangent_mode"):
-            Choice.parse(wrong)
-    assert Choice.parse("full/single", ("map", "full")).where == "full"
+            parse_all([wrong])
     with pytest.raises(ValueError, match="'map/single' stands twice"):
         parse_all(["map/single", "map/per_group", "map/single"])
     with pytest.raises(ValueError, match="at least one"):
@@ -139,22 +105,7 @@ FIXED = ["100", "10", "5", "1", "0.1"]
 @pytest.fixture(scope="module")
 def bands(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("toy")
-    return out, run("toy", out, TOY)
-
-
-def test_the_toy_network_has_2600_weights() -> None:
-    model = BatchNormMLP()
-    sizes = {name: p.numel() for name, p in model.named_parameters() if name in model.matrices}
-    assert list(sizes.values()) == [50, 2500, 50]
-    shifts = [m.bias for m in model if isinstance(m, nn.BatchNorm1d)]
-    assert all(0.7 < float(b.detach().std()) < 1.3 for b in shifts)  # kinks all over the inputs' range
-
-
-def test_the_curve_has_a_gap() -> None:
-    x, y = sample_curve(200, 0.0, torch.Generator().manual_seed(0))
-    assert x.shape == (200, 1) and y.shape == (200,)
-    assert x.abs().min() >= 0.5 and (x < 0).sum() == 100
-    torch.testing.assert_close(y, torch.sin(3 * x[:, 0]) + 0.5 * x[:, 0])
+    return out, run_table(RECIPES / "toy", out, TOY)[0]
 
 
 def test_the_toy_network_is_trained_as_by_hand(bands: tuple[Path, dict[str, Any]]) -> None:
@@ -209,26 +160,6 @@ def test_the_toy_report(bands: tuple[Path, dict[str, Any]]) -> None:
         assert f"| {band_title(name)} |" in text and f"{row['nll']:.3f}" in text
 
 
-def test_bands_that_were_cut_go_on(bands: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out, results = bands
-    given: Any = {"model": BatchNormMLP([6, 5]), "network": out / "network", "points": 21}
-    given |= {"precisions": [100.0, 1.0], "choices": ["map/single", "map/per_group"]}
-    data = CurveDataModule(train_size=30)
-    whole = assert_goes_on(lambda folder: toy.compute_bands(folder, data=data, **given), tmp_path)
-    assert list(whole.results["rows"]) == ["100", "1", "map/single", "map/per_group"]
-    assert whole.results["rows"].items() <= results["bands"]["rows"].items()
-    with pytest.raises(FileError, match="other options, or from other networks or data"):
-        toy.compute_bands(tmp_path, data=CurveDataModule(train_size=30, noise=0.3), **given)
-
-
-def test_an_unknown_choice_of_bands_is_an_error(bands: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    network = bands[0] / "network"
-    with pytest.raises(ValueError, match="write map or tangent_mode"):
-        toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), network, CurveDataModule(train_size=30), choices=["full"])
-    with pytest.raises(FileNotFoundError, match="LastCheckpoint"):
-        toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), tmp_path, CurveDataModule(train_size=30))
-
-
 # ---------------------------------------------------------------------- table 1
 
 COLUMNS = {"CNN": {"width": 2}, "FixUp": {"width": 2}}
@@ -269,11 +200,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def table(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("table")
-    return out, run(recipe, out, [])
-
-
-def digits() -> DigitsDataModule:
-    return DigitsDataModule(**SIZES)
+    return out, run_table(recipe, out)[0]
 
 
 def trained(out: Path, name: str = "cnn") -> list[nn.Module]:
@@ -361,7 +288,7 @@ def test_networks_are_trained_as_by_hand(table: tuple[Path, dict[str, Any]]) -> 
 
 def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
-    data = digits()
+    data = DigitsDataModule(**SIZES)
     model = trained(out)[1]
     with torch.no_grad():
         plain = nn.functional.cross_entropy(model(data.test.x), data.test.y)
@@ -424,7 +351,7 @@ def test_an_evidence_that_was_cut_goes_on(table: tuple[Path, dict[str, Any]], tm
     def measure(folder: Path, most: int = 4) -> Outcome:
         networks = {"CNN": Trained(CNN(width=2), out / "cnn" / "samples")}
         given = Settings(**settings, max_iterations=most)
-        return optimize_evidence(folder, networks, digits(), given, choices, device="cpu")
+        return optimize_evidence(folder, networks, DigitsDataModule(**SIZES), given, choices, device="cpu")
 
     found = assert_goes_on(measure, tmp_path)
     assert found.results["rows"] == {k: {"CNN": r["CNN"]} for k, r in whole["evidence"]["rows"].items()}
@@ -470,32 +397,20 @@ def _epochs(table: CommandTable, folder: Path) -> dict[str, int]:
 
 
 def test_images_are_averaged_over_squares(tmp_path: Path) -> None:
-    from tu_symmetry.datamodules.readers import LabeledImages
-
-    images = torch.randint(0, 256, (12, 1, 28, 28), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    whole = LabeledImages(images, torch.arange(12, dtype=torch.uint8) % 10)
-    base = SmallIDXDataModule.__mro__[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base, "read", lambda self, part: whole)
-        small = SmallIDXDataModule(pool=2, dataset="mnist", root=tmp_path, download=False, train_size=10, test_size=10)
-        assert small.train.x.shape == (10, 1, 14, 14) == (10, *small.input_shape) and small.test.x.shape[1:] == (
-            1,
-            14,
-            14,
-        )
-        expected = images[3, 0, 2:4, 4:6].float().mean() / 255
-        assert float(small.train.x[3, 0, 1, 2] - expected) == pytest.approx(0, abs=0.5 / 255 + 1e-6)
-        assert torch.equal(small.train.y, whole.y[:10].long())
+    plant_images(tmp_path / "data")
+    options: Any = {"dataset": "mnist", "root": tmp_path / "data", "download": False, "train_size": 10}
+    large, small = SmallIDXDataModule(pool=1, **options).train, SmallIDXDataModule(pool=2, **options).train
+    assert small.x.shape == (10, 1, 14, 14) and torch.equal(small.y, large.y)
+    expected = nn.functional.avg_pool2d(large.x, 2)
+    torch.testing.assert_close(small.x, expected, rtol=0, atol=0.5 / 255 + 1e-6)
     with pytest.raises(ValueError, match="pool must divide 28"):
         SmallIDXDataModule(pool=3)
 
 
 def test_a_missing_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is no sample store"):
-        optimize_evidence(tmp_path, {"CNN": Trained(CNN(width=2), tmp_path / "nothing")}, digits(), device="cpu")
-    with pytest.raises(ValueError, match="write map or tangent_mode"):
-        optimize_evidence(
-            tmp_path, {"CNN": Trained(CNN(width=2), tmp_path)}, digits(), choices=["theta/single"], device="cpu"
-        )
+        optimize_evidence(tmp_path, {"CNN": Trained(CNN(width=2), tmp_path)}, DigitsDataModule(**SIZES))
+    with pytest.raises(FileNotFoundError, match="LastCheckpoint"):
+        toy.compute_bands(tmp_path, BatchNormMLP([6, 5]), tmp_path, CurveDataModule(train_size=30))
     with pytest.raises(FileNotFoundError):
         report_bands(tmp_path, str(RECIPES / "toy"), tmp_path / "nothing")

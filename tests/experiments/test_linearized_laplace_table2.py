@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from recipe_runs import commands_of
-from rich.console import Console
-from torch import Tensor
+from recipe_runs import commands_of, plant_images, run_table
 from torch.func import functional_call
-from torchvision.io import encode_jpeg, encode_png
 
-from tu_symmetry.configs import resolve
 from tu_symmetry.datamodules import CIFARDataModule
-from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE, DataFileError
-from tu_symmetry.experiments.linearized_laplace import KroneckerSettings, optimize_kronecker_evidence, residual
-from tu_symmetry.experiments.linearized_laplace.choices import Choice
+from tu_symmetry.evaluation import Batches
+from tu_symmetry.experiments.linearized_laplace import CNN, KroneckerSettings, Trained, optimize_kronecker_evidence
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.reports.cells import title_of
-from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, Work, read_choices
+from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, KroneckerWork, StoredJacobian, read_choices
+from tu_symmetry.experiments.linearized_laplace.rows import Choice, title_of
 from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.experiments.study import Images
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.commands import load_table, run_commands
+from tu_symmetry.tables.commands import load_table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -50,42 +42,18 @@ SETTINGS = KroneckerSettings(16, tolerance=0.1, mode_tolerance=5.0, max_iteratio
                              stored_jacobian=True)  # fmt: skip
 
 
-def picture(label: int, number: int) -> Tensor:
-    """A plain color that depends on the class, with some noise."""
-    noise = torch.randint(0, 20, (3, 32, 32), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
-    return noise + torch.tensor([20 * label, 200 - 20 * label, 100], dtype=torch.uint8).view(3, 1, 1)
-
-
-def add(archive: tarfile.TarFile, name: str, content: Tensor) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(content)
-    archive.addfile(member, io.BytesIO(content.numpy().tobytes()))
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Archives like the real ones: 50 training and 30 test images, 12 textures."""
-    folder = tmp_path_factory.mktemp("data")
-    with tarfile.open(folder / CIFAR_ARCHIVE, "w:xz") as archive:
-        for part, count in (("train", 50), ("test", 30)):
-            for i in range(count):
-                name = f"{part}/{i:05d}_{CIFAR10_CLASSES[i * 7 % 10]}.jpg"
-                add(archive, name, encode_jpeg(picture(i * 7 % 10, i), quality=95))
-    with tarfile.open(folder / TEXTURES_ARCHIVE, "w:xz") as archive:
-        for i in range(12):
-            add(archive, f"dots/dots_{i:04d}.png", encode_png(torch.full((3, 64, 64), 20 * i, dtype=torch.uint8)))
+    """Archives like the real ones."""
+    folder: Path = tmp_path_factory.mktemp("data") / "data"
+    plant_images(folder)
     return folder
-
-
-def run(root: Path, out: Path, *overrides: str) -> dict[str, Any]:
-    display = Display(Console(file=io.StringIO(), width=160))
-    return run_commands(RECIPES / "table2", out=out, data_root=root, overrides=[*TINY, *overrides], display=display)
 
 
 @pytest.fixture(scope="module")
 def table(root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("table")
-    return out, run(root, out)
+    return out, run_table(RECIPES / "table2", out, TINY, data_root=root)[0]
 
 
 def data(root: Path) -> CIFARDataModule:
@@ -119,43 +87,6 @@ def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) ->
         assert trained.get(key) == evaluated.get(key)
     batches = -(-trained.get("train_size", 50_000) // trained["batch_size"])  # the schedule ends with the training
     assert routine["lr_scheduler"]["init_args"]["total_steps"] == fit["trainer"]["max_epochs"] * batches
-
-
-@pytest.mark.slow
-def test_the_large_recipes_network_is_a_resnet_50_for_small_images() -> None:
-    from jsonargparse import ArgumentParser
-
-    given = commands_of(RECIPES / "table2-resnet50")["evidence"].content["command"]["init_args"]["model"]
-    parser = ArgumentParser()
-    parser.add_argument("--model", type=torch.nn.Module)
-    model = parser.instantiate(parser.parse_object({"model": given})).model.eval()
-    assert sum(p.numel() for p in model.parameters()) == 23_520_842  # the paper's 23 million
-    x = torch.randn(2, 3, 32, 32)
-    assert model(x).shape == (2, 10)
-    graph = discover_symmetries(model, x)
-    la = LinearizedLaplace(model, graph=graph, parameters=matrices(model))
-    groups = la.group([(x, torch.tensor([0, 1]))])
-    assert len(groups) == 54  # one for each of 53 normalized convolutions, one for the last layer
-    assert resolve(given["class_path"])
-
-
-def test_images_are_those_of_the_archives(root: Path, table: tuple[Path, dict[str, Any]]) -> None:
-    assert table[1]["evidence"]["sizes"] == {"training": 40, "test": 20, "out-of-distribution": 6}
-    found = Images(data(root), "cpu")
-    assert found.train.y.tolist() == [i * 7 % 10 for i in range(40)]
-    for i in (0, 13, 39):
-        assert (255 * found.train.x[i] - picture(i * 7 % 10, i).float()).abs().mean() < 12  # JPEG
-    assert found.other is not None and found.other.shape == (6, 3, 32, 32)
-    assert (255 * found.other).round().mean((1, 2, 3)).tolist() == [20 * i for i in (0, 2, 4, 7, 9, 11)]
-
-
-def test_what_is_missing_is_named(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataFileError, match=r"cifar10-jpeg.tar.xz is missing"):
-        Images(data(tmp_path / "nowhere"), "cpu")
-    with pytest.raises(DataFileError, match="holds 50 train images, 60 are wanted"):
-        Images(CIFARDataModule(root=root, source="archive", train_size=60), "cpu")
-    with pytest.raises(DataFileError, match="is 13, but there are 12"):
-        Images(CIFARDataModule(root=root, source="archive", eval_ood=True, ood_dataset="textures", ood_size=13), "cpu")
 
 
 def test_a_full_choice_needs_a_start_and_a_curvature() -> None:
@@ -196,8 +127,8 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     images = Images(data(root), "cpu")
     x = images.train.x
     model = networks(out)[0]
-    graph = discover_symmetries(model, x[:2])
-    work = Work(model, graph, images, SETTINGS, out / "evidence" / "network-0")
+    trained, place = Trained(ResNet(**MODEL), out), out / "evidence" / "parts" / "network-0"
+    work = KroneckerWork(trained, model.state_dict(), images, SETTINGS, {}, place)
     la = work.start(Choice("full", "single"))
     la = work.resumed(la, Choice("tangent_mode", "single"))
     theta, point = la.theta, la.tangent.point()
@@ -217,25 +148,6 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     torch.testing.assert_close(vectors @ torch.diag(values) @ vectors.mT, expected, rtol=1e-3, atol=1e-4)
     q = outputs.detach().softmax(-1)
     assert (torch.diag(q.sum(0)) - q.T @ q - expected).abs().max() > 1e-2  # not the network's own
-
-
-@pytest.mark.slow
-def test_products_that_keep_no_jacobian_give_the_same_table(
-    root: Path, table: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    found = optimize_kronecker_evidence(
-        tmp_path,
-        ResNet(**MODEL),
-        table[0] / "networks" / "samples",
-        data(root),
-        KroneckerSettings(16, tolerance=0.1, mode_tolerance=5.0, max_iterations=3, refreshes=1, num_samples=20),
-        ["tangent_mode/single", "tangent_mode/per_group"],
-        device="cpu",
-    )
-    for key, rows in found.results["rows"].items():
-        for a, b in zip(table[1]["evidence"]["rows"][key], rows, strict=True):
-            assert a["gamma"] == pytest.approx(b["gamma"], rel=1e-3), key
-            assert a["nll"] == pytest.approx(b["nll"], rel=1e-3), key
 
 
 def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:
@@ -260,7 +172,7 @@ def test_an_interrupted_evidence_goes_on(
 ) -> None:
     """Cut off in front of a choice that starts from an earlier one: the same numbers, and nothing is done twice."""
     out, whole = table
-    optimize, calls = Work.optimize, []
+    optimize, calls = KroneckerWork.optimize, []
 
     def interrupted(self: Any, choice: Choice) -> Any:
         calls.append(choice.key)
@@ -268,7 +180,7 @@ def test_an_interrupted_evidence_goes_on(
             raise KeyboardInterrupt
         return optimize(self, choice)
 
-    monkeypatch.setattr(residual.Work, "optimize", interrupted)
+    monkeypatch.setattr(KroneckerWork, "optimize", interrupted)
     some = ["tangent_mode/per_group", "full/per_group"]
     given: Any = (tmp_path, ResNet(**MODEL), out / "networks" / "samples")
     with pytest.raises(KeyboardInterrupt):
@@ -281,3 +193,17 @@ def test_an_interrupted_evidence_goes_on(
             assert a["gamma"] == pytest.approx(b["gamma"], rel=1e-3), key
     with pytest.raises(FileError, match="other options, or from other networks or data"):
         optimize_kronecker_evidence(*given, data(root), KroneckerSettings(), some, device="cpu")
+
+
+def test_a_stored_jacobian_gives_the_same_products() -> None:
+    torch.manual_seed(0)
+    model = CNN(3, width=2).double().eval()
+    x = torch.randn(7, 1, 12, 12, dtype=torch.float64)
+    plain = TangentModel(model, matrices(model))
+    stored = StoredJacobian(plain, Batches(x, torch.arange(7) % 3, 4), chunk=3)
+    vector, cotangent = torch.randn(plain.size, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    for rows in (slice(0, 4), slice(4, 7), slice(1, 6)):  # the last is not stored
+        for found, expected in zip(stored.jvp(x[rows], vector), plain.jvp(x[rows], vector), strict=True):
+            torch.testing.assert_close(found, expected)
+        expected = plain.vjp(x[rows], cotangent[rows])
+        torch.testing.assert_close(stored.vjp(x[rows], cotangent[rows]), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,15 @@ from recipe_runs import RECIPES, commands_of, run_table, shortened
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tu_symmetry.experiments.representation_cost import ConvNet
-from tu_symmetry.experiments.symmetry_toy import Perceptron, TwoGroupsDataModule, remove
-from tu_symmetry.experiments.symmetry_toy.removal import FORMS, cluster_shares, rescaled, sorted_by_output
+from tu_symmetry.experiments.symmetry_toy import (
+    FORMS,
+    Perceptron,
+    TwoGroupsDataModule,
+    cluster_shares,
+    remove,
+    rescaled,
+    sorted_by_output,
+)
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -67,16 +72,6 @@ def cost(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str
     return (folder, out, tiny, *run_table(folder, out, tiny))
 
 
-def test_the_toy_recipe_is_the_papers_protocol() -> None:
-    commands = commands_of(TOY)
-    fit, removal = commands["networks"].content, commands["removal"].content["command"]["init_args"]
-    data = fit["data"]["init_args"]
-    assert (fit["routine"]["init_args"]["num_members"], data["orders"], data["points"]) == (10_000, 10_000, 200)
-    assert (data["batch_size"], fit["trainer"]["max_epochs"], fit["optimizer"]["init_args"]["lr"]) == (10, 10, 2.0)
-    assert (removal["largest_loss"], removal["norm"]) == (0.01, 3.0)
-    assert removal["data"]["init_args"] == {key: data[key] for key in ("points", "centers", "spread")}
-
-
 @pytest.mark.parametrize("folder", FOLDERS[1:], ids=["mnist", "fashion-mnist"])
 def test_the_cost_recipes_compare_decay_with_none(folder: Path) -> None:
     """Every weight decay has the same seeds, and the profiles name each run under its own decay."""
@@ -116,6 +111,8 @@ def test_toy_networks_are_trained_as_by_hand(toy: tuple[Path, dict[str, Any], st
     losses = torch.nn.functional.softplus((1 - 2 * y) * outputs).mean(1)
     assert results["removal"]["kept"] == int((losses <= 0.01).sum())
     assert results["removal"]["trained"] == NETWORKS
+    with pytest.raises(ValueError, match="of 150 networks 0 end with a mean loss of at most 1e-09"):
+        remove(out, Perceptron(), TwoGroupsDataModule(), out / "networks" / "samples", largest_loss=1e-9)
 
 
 def weights(forms: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
@@ -154,26 +151,6 @@ def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
     assert numbers["both"]["variance"] < 0.1 * numbers["raw"]["variance"]
     assert f"{numbers['both']['variance']:.3g}" in text
     assert (out / "report" / "posterior.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_training_that_fits_nothing_says_so(toy: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
-    samples = toy[0] / "networks" / "samples"
-    with pytest.raises(ValueError, match="of 150 networks 0 end with a mean loss of at most 1e-09"):
-        remove(tmp_path, Perceptron(), TwoGroupsDataModule(), samples, largest_loss=1e-9)
-
-
-def test_two_groups() -> None:
-    data = TwoGroupsDataModule(points=5000, centers=((2.0, 0.0), (0.0, -3.0)), spread=0.5, orders=3)
-    x, y = data.points.x, data.points.y
-    assert y.tolist() == [0.0] * 5000 + [1.0] * 5000
-    torch.testing.assert_close(x[:5000].mean(0), torch.tensor([2.0, 0.0]), atol=0.05, rtol=0)
-    torch.testing.assert_close(x[5000:].mean(0), torch.tensor([0.0, -3.0]), atol=0.05, rtol=0)
-    torch.testing.assert_close(x[:5000].std(0), torch.full((2,), 0.5), atol=0.05, rtol=0)
-    (first, *_), alone = iter(data.train_dataloader()), TwoGroupsDataModule(points=5000, seed=2).train_dataloader()
-    assert first[0].shape == (3, 10, 2) and first[1].shape == (3, 10)
-    assert torch.equal(first[1][2], next(iter(alone))[1])
-    with pytest.raises(ValueError, match="two points in the plane"):
-        TwoGroupsDataModule(centers=((1.0, 0.0),))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -241,11 +218,3 @@ def test_cost_profiles_and_report(cost: tuple[Path, Path, list[str], dict[str, A
     assert f"{sum(last) / 2:.4f}" in text
     assert "mass.png" in (out / "report" / "report.md").read_text()
     assert (out / "report" / "mass.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("side", [8, 28])
-def test_every_hidden_unit_of_the_conv_net_can_be_rescaled(side: int) -> None:
-    graph = discover_symmetries(ConvNet(side**2, 10, channels=(3, 5), hidden=7), torch.randn(2, 1, side, side))
-    graph.require_verified()
-    assert {g.name: g.size for g in graph.scales} == {"conv1": 3, "conv2": 5, "hidden": 7}
-    assert math.prod(graph.shapes["hidden.weight"]) == 7 * 5 * (side // 4) ** 2

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from matplotlib.figure import Figure
+from recipe_runs import assert_goes_on
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.experiments.linearized_laplace import Settings, Trained, measure_training, report_training, training
+from tu_symmetry.experiments.linearized_laplace import Settings, Trained, measure_training, report_training
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.reports.cells import OPEN
-from tu_symmetry.experiments.linearized_laplace.reports.training import (
-    by_epoch,
-    draw_training,
-    early_stopping,
-    training_claims,
-)
+from tu_symmetry.experiments.linearized_laplace.rows import OPEN
+from tu_symmetry.experiments.linearized_laplace.training import by_epoch, early_stopping, training_claims
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.metrics.functional import gaussian_wasserstein
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting import plots
 from tu_symmetry.tables.models import MLP
 from tu_symmetry.tables.outcome import Outcome
 
@@ -125,25 +117,14 @@ def test_distances_equal_a_hand_computation(prior: Any, measured: tuple[Path, nn
     assert own["deviations"] > 0.5 and own["wasserstein"] > 0.01, "vacuous: nothing is apart"
 
 
-def test_a_training_that_was_cut_goes_on(
-    measured: tuple[Path, nn.Module, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parts that are there are read, and those of other data are not taken for these."""
+def test_a_training_that_was_cut_goes_on(measured: tuple[Path, nn.Module, dict[str, Any]], tmp_path: Path) -> None:
+    """Parts that are there are read, the others made; those of other data are not taken for these."""
     folder, _, results = measured
     networks = {"MLP": Trained(network(), folder / "samples")}
-
-    def never(*args: Any) -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "_snapshot", never)
-    again = measure_training(folder / "out", networks, digits(), SETTINGS, device="cpu")
+    again = assert_goes_on(lambda out: measure_training(out, networks, digits(), SETTINGS, device="cpu"), tmp_path, 1)
     assert again.results == results
-    (folder / "out" / "parts" / "MLP-1-36.json").rename(tmp_path / "kept.json")
-    with pytest.raises(KeyboardInterrupt):
-        measure_training(folder / "out", networks, digits(), SETTINGS, device="cpu")
-    (tmp_path / "kept.json").rename(folder / "out" / "parts" / "MLP-1-36.json")
     with pytest.raises(FileError, match="other options, or from other networks"):
-        measure_training(folder / "out", networks, digits(29), SETTINGS, device="cpu")
+        measure_training(tmp_path, networks, digits(29), SETTINGS, device="cpu")
 
 
 def test_the_report_shows_them(measured: tuple[Path, nn.Module, dict[str, Any]]) -> None:
@@ -177,38 +158,18 @@ def planted(relative: dict[int, list[float]], open_ends: tuple[int, ...] = ()) -
 
 def test_claims_are_drawn_from_converged_rows_alone() -> None:
     grows = planted({1: [0.5, 0.6], 2: [0.4, 0.5], 8: [0.9, 1.0], 16: [0.02, 0.04]})
-    found = training_claims(grows)
+    found = list(training_claims(grows))
     assert "(epoch 16; more than 0.1 of the spread of M(θ*)): **did not hold**, 0.03 ± 0.01" in found[0]
     assert "(epoch 16 against 2): **did not hold**, -4.20 ± 0.40 logits" in found[1]
     assert "M(θ*) predicts better than M(θ~): **held**, test NLL +0.295 ± 0.005 nats" in found[4]
-    cut = training_claims(planted({1: [0.5, 0.6], 2: [0.4, 0.5], 8: [0.9, 1.0], 16: [0.02, 0.04]}, open_ends=(16,)))
+    cut = list(training_claims(planted({1: [0.5, 0.6], 2: [0.4, 0.5], 8: [0.9, 1.0], 16: [0.02, 0.04]}, (16,))))
     assert "(epoch 8; more than 0.1 of the spread of M(θ*)): **held**, 0.95 ± 0.05" in cut[0]
     assert "(epoch 8 against 2): **held**, +5.00 ± 0.00 logits" in cut[1]
-    unsure = training_claims(planted({2: [0.4, 0.5], 8: [0.5, 0.4]}))
+    unsure = list(training_claims(planted({2: [0.4, 0.5], 8: [0.5, 0.4]})))
     assert "**not resolved (within one standard error)**, +0.000 ± 0.100 spreads" in unsure[2]
-    assert "**no further conclusion**" in training_claims(planted({2: [0.4, 0.5], 8: [0.9, 1.0]}, open_ends=(2,)))[1]
+    assert "**no further conclusion**" in list(training_claims(planted({2: [0.4, 0.5], 8: [0.9, 1.0]}, (2,))))[1]
     (nothing,) = training_claims(planted({2: [0.4, 0.5], 8: [0.9, 1.0]}, open_ends=(2, 8)))
     assert "**no conclusion**" in nothing
-
-
-@pytest.mark.parametrize("open_ends", [(), (2,), (2, 8)])
-def test_the_figure_marks_early_stopping_and_open_ends(
-    open_ends: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn: list[Any] = []
-
-    @contextmanager
-    def unwritten(path: Path, rows: int, columns: int, *size: float, **options: Any) -> Iterator[Any]:
-        drawn.append(Figure().subplots(rows, columns, squeeze=False, **options))
-        yield drawn[-1]
-
-    monkeypatch.setattr(plots, "grid", unwritten)
-    draw_training(tmp_path / "no.png", planted({2: [0.4, 0.5], 8: [0.9, 1.0]}, open_ends))
-    for row, ax in enumerate(drawn[0][:, 0]):
-        lines = ax.get_lines()
-        crosses = [float(line.get_xdata()[0]) for line in lines if line.get_marker() == "x"]
-        assert crosses == (list(open_ends) if row < 2 else [])
-        assert [2, 2] in [list(line.get_xdata()) for line in lines if line.get_color() == "black"]  # early stopping
 
 
 def test_what_cannot_be_measured_is_refused(measured: tuple[Path, nn.Module, dict[str, Any]], tmp_path: Path) -> None:

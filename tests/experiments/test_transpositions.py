@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import RECIPES, commands_of, run_table
+from recipe_runs import RECIPES, run_table
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.compact_posterior.transpositions import make_pairs, permutation_with_count
@@ -28,15 +28,6 @@ TINY = [
     "networks.data.train_size=128",
     "networks.trainer.max_epochs=3",
 ]
-
-
-@pytest.mark.parametrize("folder", [DIGITS, PAPER / "transpositions-mnist"], ids=lambda folder: folder.name)
-def test_as_many_networks_are_trained_as_there_are_initial_states(folder: Path) -> None:
-    commands = commands_of(folder)
-    pairs, networks = commands["pairs"].content["command"]["init_args"], commands["networks"].content
-    routine, data = networks["routine"]["init_args"], networks["data"]["init_args"]
-    assert routine["num_members"] == data["orders"] == pairs["runs"] * (1 + pairs["counts"])
-    assert routine["initial_states"] == "$root/pairs/initial"
 
 
 def test_transpositions_run_end_to_end(tmp_path: Path) -> None:

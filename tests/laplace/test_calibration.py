@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import agree, data, mlp
+from laplace_oracles import data, mlp
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_calibration_error
 
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import (
-    Calibration,
-    EvidenceResult,
-    GroupReport,
-    LaplaceHurtsWarning,
-    Quality,
-    UnevenEvidenceWarning,
-    warn_about,
-)
+from tu_symmetry.laplace.report import LaplaceHurtsWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.LaplaceHurtsWarning")
 
@@ -118,23 +109,11 @@ def test_a_planted_temperature_is_found() -> None:
     assert found.calibrated.nll < found.network.nll - 0.01
 
 
-def test_any_metric_chooses() -> None:
-    la, batches = fit(), held_out()
-    found = la.calibrate(batches, metric=lambda p, y: p.max(-1).values.mean())  # the least confident
-    assert found.temperature == 100
-    found = la.calibrate(batches, metric=lambda p, y: p.max(-1).values.mean(), maximize=True)
-    assert found.temperature == 0
-    assert la.calibrate(batches, metric=lambda p, y: 1.0).temperature == 0  # of equals the lowest
-    with pytest.raises(ValueError, match="not finite on these data"):
-        la.calibrate(batches, metric=lambda p, y: math.nan)
-
-
 def test_the_evidence_does_not_know_of_it_and_new_precisions_take_it_back(tmp_path: Path) -> None:
     la, batches = fit(), held_out()
     la.optimize_evidence()
     before = (la.log_marginal_likelihood(), la.log_precision.clone(), la.report())
-    la.calibrate(batches, metric=lambda p, y: p.max(-1).values.mean())
-    assert la.temperature == 100
+    la = LinearizedLaplace.from_fitted(replaced(la, 100.0), la.train_loader)
     assert (la.log_marginal_likelihood(), la.report()) == (before[0], before[2])
     assert torch.equal(la.log_precision, before[1])
     la.save(tmp_path / "a.safetensors")
@@ -151,15 +130,11 @@ def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
     la = fit(scale=2.0, prior_precision=1e-4)
     x = held_out()[0][0]
     batches = [(x, la.model(x).argmax(-1))]  # the network is always right
-    with pytest.warns(LaplaceHurtsWarning, match=r"temperature 0, .*last_layer") as caught:
+    with pytest.warns(LaplaceHurtsWarning, match=r"temperature 0 .*last_layer") as caught:
         found = la.calibrate(batches)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert found.temperature == 0 and found.hurts
     assert "network" in str(found) and "temperature 0" in str(found) and f"{found.network.nll:.4f}" in str(found)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        planted = Calibration(1.0, 5, Quality(0.3), Quality(0.2), Quality(0.2))
-        assert not planted.hurts
 
 
 def test_nothing_observed_is_said() -> None:
@@ -168,9 +143,6 @@ def test_nothing_observed_is_said() -> None:
     la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
     with pytest.raises(ValueError, match="left out"):
         la.calibrate([(x, torch.full_like(y, -100))])
-
-
-# ---------------------------------------------------------------------- what is surely better
 
 
 def each(la: LinearizedLaplace, x: Tensor, y: Tensor) -> list[list[float]]:
@@ -267,129 +239,18 @@ def test_a_network_that_is_right_stays_nearer_to_itself() -> None:
 def test_wrong_standard_errors(standard_errors: float) -> None:
     with pytest.raises(ValueError, match="standard_errors"):
         fit().calibrate(held_out(), standard_errors=standard_errors)
-    with pytest.raises(ValueError, match="one of the two"):
-        fit().calibrate(held_out(), standard_errors=2.0, metric=lambda p, y: 1.0)
 
 
-# ---------------------------------------------------------------------- links, and precisions by held-out data
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_better_link_is_chosen_and_kept(seed: int, tmp_path: Path) -> None:
-    batches = held_out(seed=seed)
-    each = {link: fit().calibrate(batches, link_approx=link) for link in ("mc", "probit")}  # type: ignore[arg-type]
+def test_the_link_of_the_choice_is_kept(tmp_path: Path) -> None:
+    batches = held_out()
     la = fit()
-    found = la.calibrate(batches, link_approx="auto")
-    assert found.calibrated.nll == pytest.approx(min(one.calibrated.nll for one in each.values()), rel=1e-12)
-    agree(found.calibrated, each[found.link_approx].calibrated)
-    assert nll(la, batches) == pytest.approx(found.calibrated.nll, abs=1e-12)  # without saying which
+    found = la.calibrate(batches, link_approx="probit", temperatures=[9.0])
+    x = batches[0][0]
+    assert found.link_approx == "probit" and nll(la, batches) == pytest.approx(found.calibrated.nll, abs=1e-12)
+    la = LinearizedLaplace.from_fitted(replaced(la, 9.0))
     la.save(tmp_path / "a.safetensors")
     again = LinearizedLaplace.load(tmp_path / "a.safetensors", la.model)
-    assert torch.equal(again.predictive(batches[0][0]), la.predictive(batches[0][0]))
-    hot = {link: fit().calibrate(batches, link_approx=link, temperatures=[9.0]) for link in ("mc", "probit")}  # type: ignore[arg-type]
-    assert hot["mc"].evidence.nll != hot["probit"].evidence.nll, "vacuous: both links are one"
-    la = fit()
-    la.calibrate(batches, link_approx="probit", metric=lambda p, y: p.max(-1).values.mean())
-    x = batches[0][0]
-    assert torch.equal(la.predictive(x), la.predictive(x, link_approx="probit"))
+    assert torch.equal(again.predictive(x), la.predictive(x, link_approx="probit"))
     assert not torch.equal(la.predictive(x), la.predictive(x, link_approx="mc"))
     la.set_precision(2.0)
     assert torch.equal(la.predictive(x), la.predictive(x, link_approx="mc"))
-
-
-GRID = [10 ** (i / 2) for i in range(-6, 7)]
-
-
-@pytest.mark.parametrize("kind", ["classification", "regression"])
-@pytest.mark.parametrize("relative", [False, True])
-def test_the_best_of_the_precisions_is_chosen(kind: str, relative: bool) -> None:
-    la, batches = fit(kind, prior="per_layer"), held_out(kind)
-    la.optimize_evidence()
-    before = la.log_precision.exp()
-    found = la.search_precision(batches, precisions=GRID, relative=relative)
-    by_hand = []
-    for value in GRID:
-        other = LinearizedLaplace.from_fitted(la.fitted)
-        wanted = (before * value if relative else torch.full_like(before, value)).tolist()
-        other.set_precision(dict(zip(la.prior_groups.names, wanted, strict=True)))
-        by_hand.append(nll(other, batches))
-    assert [p for p, _ in found.tried] == pytest.approx(GRID)
-    assert [q.nll for _, q in found.tried] == pytest.approx(by_hand, abs=1e-10)
-    assert found.precision == GRID[by_hand.index(min(by_hand))] and found.found.nll == pytest.approx(min(by_hand))
-    torch.testing.assert_close(
-        la.log_precision.exp(), before * found.precision if relative else 0 * before + found.precision
-    )
-    assert nll(la, batches) == pytest.approx(min(by_hand), abs=1e-10)
-    assert found.samples == 40 and la.temperature == 1
-    assert "(chosen)" in str(found) and str(found).count("\n") == len(GRID) + 1
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(2))
-def test_the_precision_of_laplace_torchs_grid_search(seed: int) -> None:
-    """One posterior, one link, one grid, the same held-out data: the same NLL everywhere, and the same choice.
-
-    At its defaults laplace-torch (0.3) chooses another, to the right of it: its metric is a running one that is not
-    reset between the candidates, so that each is judged by the mean NLL of all up to it.
-    """
-    la = fit(scale=1.0, bias="shared", prior_precision=10**-0.5)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(400, 4, generator=generator, dtype=torch.float64)
-    y = torch.multinomial(la.predictive(x, link_approx="probit"), 1, generator=generator).squeeze(-1)
-    held, grid = [(x[:150], y[:150]), (x[150:], y[150:])], torch.logspace(-4, 4, 17)
-    found = la.search_precision(held, precisions=grid.tolist(), link_approx="probit")
-    assert grid[0] < found.precision < grid[-1], "vacuous: the best is at the end of the grid"
-
-    other, seen = la.to_laplace_torch(), list[float]()
-
-    def negative_log_likelihood(p: Tensor, labels: Tensor) -> Tensor:
-        value = -p.gather(-1, labels.unsqueeze(-1)).log().mean()
-        seen.append(float(value))
-        return value
-
-    def search(**options: Any) -> float:
-        other.optimize_prior_precision(
-            pred_type="glm", method="gridsearch", val_loader=held, grid_size=17, link_approx="probit", **options
-        )
-        return float(other.prior_precision)
-
-    assert search(loss=negative_log_likelihood) == pytest.approx(found.precision)
-    assert seen == pytest.approx([q.nll for _, q in found.tried], abs=1e-10)
-    running = torch.tensor(seen).cumsum(0) / torch.arange(1, 18)
-    lagging = float(grid[int(running.argmin())])
-    assert lagging > 1.5 * found.precision, "vacuous: a running mean would choose the same"
-    assert search() in (pytest.approx(lagging), pytest.approx(found.precision))  # the latter once it is mended
-
-
-@pytest.mark.parametrize("precisions", [[], [0.0], [-1.0], [math.inf], [math.nan]])
-def test_wrong_precisions(precisions: list[float]) -> None:
-    with pytest.raises(ValueError, match="precisions"):
-        fit().search_precision(held_out(), precisions=precisions)
-
-
-# ---------------------------------------------------------------------- evidence in few of the weights
-
-
-def rows(*groups: tuple[int, float]) -> list[GroupReport]:
-    return [
-        GroupReport(f"g{i}", size, 10.0**i, 1.0, gamma, 1.0, False, False) for i, (size, gamma) in enumerate(groups)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("groups", "uneven"),
-    [
-        (((150, 78.4), (34578, 1.5), (2400, 2.4)), True),  # the LeNet
-        (((150, 78.4), (34578, 220.0), (2400, 103.0)), False),
-        (((100, 60.0), (100, 3.0)), False),  # half of the weights is not few
-        (((34578, 1.5),), False),
-        (((10, 9.0), (990, 40.0)), False),
-    ],
-)
-def test_evidence_in_few_of_the_weights_is_said(groups: tuple[tuple[int, float], ...], uneven: bool) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_about(EvidenceResult(0.0, 1, 0.0, 0.0, True), rows(*groups), stacklevel=1)
-    assert [w.category for w in caught] == [UnevenEvidenceWarning] * uneven
-    if uneven:
-        assert "78.4 of 82.3" in str(caught[0].message) and "150 of 37128 weights" in str(caught[0].message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +10,13 @@ from backpack import backpack as extensions
 from backpack import extend
 from backpack.extensions import DiagGGNExact, SqrtGGNExact
 from laplace_oracles import (
+    SelfAttention,
+    cnn,
     data,
     dense_covariance,
     dense_curvature,
     exact_ggn,
     fitted,
-    jacobian,
     mlp,
     output_matrices,
     posterior_covariance,
@@ -26,115 +26,48 @@ from laplace_oracles import (
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import ReadElsewhereWarning
 
 RTOL = 1e-9
+both_approximations = pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 
 
-def blocks_of(exact: Tensor, la: LinearizedLaplace) -> Tensor:
-    """An exact matrix, with zeros where the approximation has no block."""
+def same_blocks(la: LinearizedLaplace, exact: Tensor) -> None:
+    """The curvature is the exact one, apart from what lies between blocks."""
     kept = torch.zeros_like(exact)
     for block in la.posterior.blocks:
         own = slice(block.start, block.stop)
         kept[own, own] = exact[own, own]
-    return kept
-
-
-def cnn() -> nn.Module:
-    return randomize(
-        nn.Sequential(
-            nn.Conv2d(2, 4, 3, stride=2, padding=1),
-            nn.BatchNorm2d(4),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(4, 4, 2, groups=2, dilation=2, padding=1, padding_mode="circular"),
-            nn.GroupNorm(2, 4),
-            nn.Tanh(),
-            nn.Flatten(),
-            nn.Linear(36, 3),
-        )
-    )
-
-
-class Tokens(nn.Module):
-    """Embedding, layer normalization and a linear layer over tokens, mean-pooled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(6, 4, padding_idx=0)
-        self.norm = nn.LayerNorm(4)
-        self.mix = nn.Linear(4, 5)
-        self.scale = nn.RMSNorm(5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.scale(self.mix(self.norm(self.table(tokens))))).mean(1))
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, separate: bool, tokens: int = 3) -> None:
-        super().__init__()
-        sizes = {"kdim": 3, "vdim": 5} if separate else {}
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **sizes)
-        self.separate = separate
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (x[..., :4], x[..., :3], x[..., :5]) if self.separate else (x, x, x)
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        return self.head(self.attention(q, k, v, attn_mask=mask, need_weights=False)[0].mean(1))
+    torch.testing.assert_close(dense_curvature(la), kept, rtol=RTOL, atol=1e-9)
 
 
 # ---------------------------------------------------------------------- exact kinds
 
 
-NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "mlp": (mlp, lambda: data(4, outputs=3)[0]),
-    "cnn": (cnn, lambda: data(2, 6, 6, outputs=3)[0]),
-    "tokens": (
-        lambda: randomize(Tokens()),
-        lambda: torch.randint(0, 6, (9, 4), generator=torch.Generator().manual_seed(3)),
-    ),
-    "attention": (lambda: randomize(SelfAttention(False)), lambda: data(3, 4, outputs=3)[0]),
-}
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression"])
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_full_is_the_generalized_gauss_newton_matrix(name: str, kind: str) -> None:
-    build, inputs = NETWORKS[name]
-    model, x = build(), inputs()
-    y = data(1, outputs=3, kind=kind)[1]
-    la = fitted(model, x, y, kind, curvature="full")
+@pytest.mark.parametrize(
+    ("curvature", "parameters"), [("full", None), ("full", ["2.bias", "0"]), ("diag", None), ("last_layer", None)]
+)
+def test_exact_curvatures_are_those_of_the_gauss_newton_matrix(
+    curvature: str, parameters: list[str] | None, kind: str
+) -> None:
+    model, (x, y) = mlp(), data(4, outputs=3, kind=kind)
+    la = fitted(model, x, y, kind, curvature=curvature, parameters=parameters)
     exact = exact_ggn(model, la.tangent.names, x, y, kind)
+    names = ("2.weight", "2.bias") if curvature == "last_layer" else ("0.weight", "0.bias", "2.bias")
+    assert la.tangent.names == names or (parameters is None and curvature != "last_layer")
+    exact = torch.diag(exact.diagonal()) if curvature == "diag" else exact
     torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-9)
 
 
-@pytest.mark.parametrize("fisher_type", ["type-2", "empirical"])
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_diag_is_the_diagonal(name: str, fisher_type: str) -> None:
-    build, inputs = NETWORKS[name]
-    model, x, y = build(), inputs(), data(1, outputs=3)[1]
-    la = fitted(model, x, y, curvature="diag", fisher_type=fisher_type)
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification", fisher_type)
-    torch.testing.assert_close(dense_curvature(la), torch.diag(exact.diagonal()), rtol=RTOL, atol=1e-10)
-
-
-def test_last_layer_is_the_block_of_the_last_layer() -> None:
-    model, (x, y) = mlp(), data(4, outputs=3)
-    la = fitted(model, x, y, curvature="last_layer")
-    assert la.tangent.names == ("2.weight", "2.bias")
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-10)
-
-
-def test_a_subset_of_the_parameters_is_that_block_of_the_full_matrix() -> None:
-    model, (x, y) = mlp(), data(4, outputs=3)
-    subset = fitted(model, x, y, curvature="full", parameters=["2.bias", "0"])
-    assert subset.tangent.names == ("0.weight", "0.bias", "2.bias")
-    everything = fitted(model, x, y, curvature="full")
-    rows = torch.cat([torch.arange(slot(everything, n).start, slot(everything, n).stop) for n in subset.tangent.names])
-    expected = dense_curvature(everything)[rows][:, rows]
-    torch.testing.assert_close(dense_curvature(subset), expected, rtol=RTOL, atol=1e-10)
+def test_the_empirical_fisher_is_the_sum_of_squared_gradients() -> None:
+    model, (x, y) = cnn(), data(2, 6, 6, outputs=3)
+    for curvature in ("full", "diag", "kfac"):
+        la = fitted(model, x[:1], y[:1], curvature=curvature, fisher_type="empirical")
+        exact = exact_ggn(model, la.tangent.names, x[:1], y[:1], "classification", "empirical")
+        own = slot(la, "7.weight")
+        found = dense_curvature(la)[own, own]
+        expected = torch.diag(exact[own, own].diagonal()) if curvature == "diag" else exact[own, own]
+        torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-10)
 
 
 @pytest.mark.parametrize("curvature", ["full", "diag", "kfac"])
@@ -182,72 +115,43 @@ def test_exact_curvatures_are_those_of_backpack() -> None:
 # ---------------------------------------------------------------------- where Kronecker factors are exact
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_kfac_of_one_sample_is_exact(kfac_approx: str) -> None:
+@both_approximations
+def test_kfac_is_exact_for_one_sample_and_for_linear_networks(kfac_approx: str) -> None:
+    """Of a Gaussian likelihood, where gradients of the outputs do not depend on the data."""
     model, (x, y) = mlp(), data(4, outputs=3, samples=1)
     la = fitted(model, x, y, kfac_approx=kfac_approx)
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
-
-
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-def test_kfac_of_a_linear_network_is_exact(kfac_approx: str) -> None:
-    """Gaussian likelihood: gradients of the outputs do not depend on the data."""
+    same_blocks(la, exact_ggn(model, la.tangent.names, x, y, "classification"))
     model = randomize(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3, bias=False), nn.Linear(3, 2)))
     x, y = data(4, outputs=2, kind="regression")
     la = fitted(model, x, y, "regression", kfac_approx=kfac_approx)
-    exact = exact_ggn(model, la.tangent.names, x, y, "regression")
-    torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
+    same_blocks(la, exact_ggn(model, la.tangent.names, x, y, "regression"))
 
 
-class Pooled(nn.Module):
-    """A linear network over positions that adds up (or averages) them."""
+class Shared(nn.Module):
+    """A linear network over positions, which are added up, or have outputs of their own."""
 
-    def __init__(self, convolution: bool) -> None:
+    def __init__(self, pooled: bool, convolution: bool) -> None:
         super().__init__()
         self.first = nn.Conv1d(3, 4, 2) if convolution else nn.Linear(3, 4)
-        self.convolution = convolution
-        self.head = nn.Linear(4, 2)
+        self.pooled, self.convolution = pooled, convolution
+        self.second = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x.mT).mT if self.convolution else self.first(x)
-        return self.head(x.sum(1))
+        return self.second(x.sum(1)) if self.pooled else self.second(x).flatten(1)
 
 
-@pytest.mark.parametrize("convolution", [False, True])
-def test_reduce_is_exact_for_linear_networks_that_pool(convolution: bool) -> None:
-    """Proposition 2 of arXiv 2311.00636; expand is not exact there."""
-    model = randomize(Pooled(convolution))
-    x, y = data(5, 3, outputs=2, kind="regression")
-    reduce = fitted(model, x, y, "regression", kfac_approx="reduce")
-    exact = exact_ggn(model, reduce.tangent.names, x, y, "regression")
-    torch.testing.assert_close(dense_curvature(reduce), blocks_of(exact, reduce), rtol=RTOL, atol=1e-9)
-    expand = fitted(model, x, y, "regression", kfac_approx="expand")
-    own = slot(expand, "first.weight")
-    assert (dense_curvature(expand) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
-
-
-class PerPosition(nn.Module):
-    """A linear network whose outputs are all its positions' outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).flatten(1)
-
-
-def test_expand_is_exact_for_linear_networks_with_a_loss_at_every_position() -> None:
-    """Proposition 1 of arXiv 2311.00636; reduce is not exact there."""
-    model = randomize(PerPosition())
-    x, y = data(5, 3, outputs=10, kind="regression")
-    expand = fitted(model, x, y, "regression", kfac_approx="expand")
-    exact = exact_ggn(model, expand.tangent.names, x, y, "regression")
-    torch.testing.assert_close(dense_curvature(expand), blocks_of(exact, expand), rtol=RTOL, atol=1e-9)
-    reduce = fitted(model, x, y, "regression", kfac_approx="reduce")
-    own = slot(reduce, "first.weight")
-    assert (dense_curvature(reduce) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
+@pytest.mark.parametrize(("pooled", "convolution"), [(True, False), (True, True), (False, False)])
+def test_which_approximation_is_exact_where_positions_share_a_weight(pooled: bool, convolution: bool) -> None:
+    """Propositions 1 and 2 of arXiv 2311.00636: ``reduce`` for pooled positions, ``expand`` for a loss at every one."""
+    model = randomize(Shared(pooled, convolution))
+    x, y = data(5, 3, outputs=2 if pooled else 10, kind="regression")
+    right, wrong = ("reduce", "expand") if pooled else ("expand", "reduce")
+    la, other = (fitted(model, x, y, "regression", kfac_approx=kind) for kind in (right, wrong))
+    exact = exact_ggn(model, la.tangent.names, x, y, "regression")
+    same_blocks(la, exact)
+    own = slot(la, "first.weight")
+    assert (dense_curvature(other) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
 
 
 CONVOLUTIONS = [
@@ -261,7 +165,7 @@ CONVOLUTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
+@both_approximations
 @pytest.mark.parametrize(("convolution", "shape"), CONVOLUTIONS)
 def test_convolutions_with_one_position_are_exact(
     convolution: nn.Module, shape: tuple[int, ...], kfac_approx: str
@@ -290,7 +194,7 @@ def test_attention_projections_of_one_token_are_exact(separate: bool) -> None:
     x, y = data(1, 5 if separate else 4, outputs=3, samples=1)
     la = fitted(model, x, y)
     exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    torch.testing.assert_close(dense_curvature(la), blocks_of(exact, la), rtol=RTOL, atol=1e-10)
+    same_blocks(la, exact)
     assert float(exact[slot(la, "attention.out_proj.weight")].abs().max()) > 1e-3
 
 
@@ -351,36 +255,14 @@ def test_factors_of_attention_projections_follow_their_definition(role: str, red
     torch.testing.assert_close(dense_curvature(la)[piece, piece], expected, rtol=RTOL, atol=1e-10)
 
 
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_blocks_of_biases_normalizations_and_embeddings_are_exact(name: str, kfac_approx: str) -> None:
-    build, inputs = NETWORKS[name]
-    model, x, y = build(), inputs(), data(1, outputs=3)[1]
-    la = fitted(model, x, y, kfac_approx=kfac_approx)
-    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
-    compared = 0
-    for block in la.posterior.blocks:
-        own = slice(block.start, block.stop)
-        if block.kind == "dense":
-            torch.testing.assert_close(found[own, own], exact[own, own], rtol=RTOL, atol=1e-10)
-        elif block.kind == "diagonal":
-            torch.testing.assert_close(found[own, own], torch.diag(exact[own, own].diagonal()), rtol=RTOL, atol=1e-10)
-        compared += block.kind != "kronecker"
-    assert compared >= 2
-
-
 def test_shared_biases_take_the_gradient_factor() -> None:
     """``bias='shared'``: ``sum g_t g_t^T`` over positions, as laplace-torch has it."""
-    model = randomize(PerPosition())
+    model = randomize(Shared(False, False))
     x, y = data(5, 3, outputs=10, kind="regression")
     la = fitted(model, x, y, "regression", bias="shared")
     weight = model.second.weight.detach()
-    expected = weight.T @ weight * 9 * 5
     own = slot(la, "first.bias")
-    torch.testing.assert_close(dense_curvature(la)[own, own], expected, rtol=RTOL, atol=1e-10)
-
-
-# ---------------------------------------------------------------------- Monte-Carlo Fisher
+    torch.testing.assert_close(dense_curvature(la)[own, own], weight.T @ weight * 9 * 5, rtol=RTOL, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
@@ -394,55 +276,6 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
                     generator=torch.Generator().manual_seed(0))  # fmt: skip
         errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
     assert errors[1] < 0.12 < errors[0] < 1.0
-
-
-# ---------------------------------------------------------------------- shared weights
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode, self.decode, self.head = nn.Linear(4, 5), nn.Linear(5, 4), nn.Linear(4, 3)
-        self.decode.weight = nn.Parameter(self.encode.weight.detach().T.clone())
-        self.again = nn.Linear(4, 5)
-        self.again.weight = self.encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.decode(torch.tanh(self.encode(x) + self.again(x * x)))))
-
-
-class CalledTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.layer(torch.tanh(self.layer(x)))))
-
-
-@pytest.mark.parametrize("dense_limit", [4096, 16])
-@pytest.mark.parametrize(("build", "used"), [(Tied, ["encode.weight"]), (CalledTwice, ["layer.weight", "layer.bias"])])
-def test_weights_used_twice_have_exact_blocks_beside_factors(
-    build: type[nn.Module], used: list[str], dense_limit: int
-) -> None:
-    """And their diagonal, where they are long; the other parameters have factors as ever."""
-    model, (x, y) = randomize(build()), data(4, outputs=3)
-    with pytest.warns(ReadElsewhereWarning, match=f"{used[0]}.*tied, or called several times"):
-        la = fitted(model, x, y, dense_limit=dense_limit)
-    assert [*la.whole] == used
-    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
-    for name in used:
-        own = slot(la, name)
-        block = exact[own, own]
-        block = block if len(block) <= dense_limit else block.diagonal().diag()
-        torch.testing.assert_close(found[own, own], block, rtol=RTOL, atol=1e-10)
-    head = fitted(model, x, y, parameters=["head"], dense_limit=dense_limit)
-    for leaf in ("head.weight", "head.bias"):
-        own, alone = slot(la, leaf), slot(head, leaf)
-        torch.testing.assert_close(found[own, own], dense_curvature(head)[alone, alone], rtol=RTOL, atol=1e-10)
-    jac = jacobian(model, la.tangent.names, x)
-    covariance = torch.einsum("nci,ij,ndj->ncd", jac, dense_covariance(la), jac)
-    torch.testing.assert_close(la.function_covariance(x)[1], covariance, rtol=1e-8, atol=1e-10)
 
 
 # ---------------------------------------------------------------------- the Gaussian that the blocks make

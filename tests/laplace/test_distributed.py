@@ -63,13 +63,11 @@ def joint(share: slice) -> list[float]:
         result = la.optimize_evidence(memory=memory)
         assert result.converged
         found += [result.log_marginal_likelihood, result.gap, *la.log_precision.tolist(), *la.theta.tolist()]
-        calibration = la.calibrate(own, link_approx="auto", temperatures=[0.1])
+        calibration = la.calibrate(own, temperatures=[0.1])
         found += [calibration.temperature, calibration.calibrated.nll, float(calibration.samples)]
         surely = la.calibrate(own, standard_errors=2.0)
         assert share != WHOLE or 0 < surely.temperature < 100, "vacuous: that of the highest gain, or none"
         found += [surely.temperature, surely.standard_error]
-        search = la.search_precision(own, precisions=[0.1, 10.0])
-        found += [search.precision, *(quality.nll for _, quality in search.tried)]
     return found
 
 

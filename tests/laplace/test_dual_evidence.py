@@ -11,17 +11,12 @@ from torch.distributions import MultivariateNormal
 from tu_symmetry.laplace.dual.evidence import (
     BoundReachedWarning,
     DualEvidence,
-    SingularCovarianceError,
     optimize,
     pattern_kernels,
     statistics,
 )
 from tu_symmetry.laplace.dual.observation import LinearObservation
-from tu_symmetry.laplace.dual.priors import (
-    IsotropicPrior,
-    KernelPrior,
-    SingularPriorError,
-)
+from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior
 
 PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)  # log variance, log length scale; log variance; noise
 SIZES = [7, 20, 31, None]  # fewer measurements than outputs, as many, more; the outputs themselves
@@ -88,8 +83,6 @@ def test_tangent_evidence_is_the_marginal_density(values):
         + m * math.log(2 * math.pi * noise)
     )  # fmt: skip
     assert evidence.value(PHI) == pytest.approx(float(weights), rel=1e-8)
-    outputs = own.outputs + own.jacobian @ (mode - own.theta)
-    assert torch.allclose(evidence.mode_outputs(PHI), outputs, atol=1e-8)
 
 
 @pytest.mark.parametrize("values", SIZES)
@@ -139,15 +132,6 @@ def test_lbfgs_is_no_worse_than_adam():
     assert float(gradient[inside].abs().max()) < 1e-3
 
 
-def test_fixed_hyperparameters_stay():
-    evidence = case(7).evidence()
-    start = evidence.initial(0.4)
-    found = optimize(evidence, start, fixed=["log_noise_variance", "ab.log_lengthscale"])
-    assert found.phi[-1] == start[-1] and found.phi[1] == start[1] and found.phi[0] != start[0]
-    with pytest.raises(ValueError, match="no hyperparameters"):
-        optimize(evidence, start, fixed=["noise"])
-
-
 def test_a_bound_is_named():
     own = case(7)
     shapes = {n: tuple(p.shape) for n, p in own.model.named_parameters()}
@@ -159,9 +143,6 @@ def test_a_bound_is_named():
 
 @pytest.mark.parametrize("prior", [
     KernelPrior(("w",), lengthscale=0.7).resolve({"w": (2, 3, 3, 3)}),
-    KernelPrior(("w",), kernel="matern52", lengthscale=1.5).resolve({"w": (2, 3, 3, 3)}),
-    KernelPrior(("w",), kernel="matern32", lengthscale=1.5, offsets=((0.0,), (1.0,), (2.5,))).resolve({"w": (54,)}),
-    KernelPrior(("w",), kernel="squared_exponential").resolve({"w": (2, 3, 3, 3)}),
     IsotropicPrior(("w",), variance=0.3).resolve({"w": (54,)}),
 ])  # fmt: skip
 def test_products_and_roots(prior):
@@ -173,17 +154,14 @@ def test_products_and_roots(prior):
     assert torch.allclose(root.mT @ root, blocks)
 
 
-def test_singular_priors_and_measurements_are_named():
-    twice = KernelPrior(("w",), offsets=((0.0,), (0.0,), (1.0,)), jitter=0.0, name="twice").resolve({"w": (2, 3)})
-    with pytest.raises(SingularPriorError, match="twice"):
-        twice.root(twice.initial())
+def test_singular_measurements_are_named():
     for kept, repeated in combinations(range(7), 2):  # each is singular, however its products are rounded
         own = case(7)
         own.matrix[repeated] = own.matrix[kept]
         own.observation = LinearObservation(own.matrix)
         evidence = own.evidence()
         for phi in ([9.0, 0.0, 9.0, -60.0], [0.0, 0.0, 0.0, -60.0], [3.0, 1.0, -2.0, -50.0]):
-            with pytest.raises(SingularCovarianceError, match="noise variance"):
+            with pytest.raises(ValueError, match="noise variance"):
                 evidence.value(torch.tensor(phi, dtype=torch.float64))
         assert math.isfinite(evidence.value(torch.tensor([0.0, 0.0, 0.0, -20.0], dtype=torch.float64)))
     with pytest.raises(ValueError, match="finite numbers"):
@@ -216,26 +194,12 @@ def test_bad_measurements_operators_and_blocks():
         IsotropicPrior(("a",), variance=2.0, variance_bounds=(3.0, 4.0))
 
 
-def test_observation_dot_test_and_errors():
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    by_functions = LinearObservation(forward=lambda x: x @ a.mT, adjoint=lambda u: u @ a, outputs=6, values=4)
-    v = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(by_functions.forward(v), LinearObservation(a).forward(v))
-    assert torch.allclose(by_functions.matrix(6), a)
-    single = LinearObservation(forward=lambda x: x @ a.float().mT, adjoint=lambda u: u @ a.float(), outputs=6, values=4)
-    assert torch.allclose(single.matrix(6), a, atol=1e-6)
+def test_observations():
+    a = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     pseudo = torch.linalg.pinv(a)
-    assert by_functions.pseudo_inverse_variance(6, 10) == pytest.approx(float((pseudo @ pseudo.mT).trace() / 6))
-    with pytest.raises(ValueError, match="not the transpose"):
-        LinearObservation(forward=lambda x: x @ a.mT, adjoint=lambda u: u @ pseudo.mT, outputs=6, values=4)
-    with pytest.raises(ValueError, match="not linear"):
-        LinearObservation(forward=lambda x: x + 1, adjoint=lambda u: u + (u.sum() * 0 + 1), outputs=1, values=1)
-    with pytest.raises(ValueError, match="outputs="):
-        LinearObservation(forward=lambda x: x, adjoint=lambda u: u)
+    found = LinearObservation(a).pseudo_inverse_variance(6, 10)
+    assert found == pytest.approx(float((pseudo @ pseudo.mT).trace() / 6))
     with pytest.raises(ValueError, match="NaN"):
         LinearObservation(torch.full((2, 2), math.nan))
     with pytest.raises(ValueError, match=r"\[values, outputs\]"):
         LinearObservation(torch.ones(3))
-    with pytest.raises(ValueError, match="belong together"):
-        LinearObservation(forward=lambda x: x)

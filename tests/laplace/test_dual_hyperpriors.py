@@ -6,7 +6,7 @@ import pytest
 import torch
 from dual_oracles import SHAPE, case
 
-from tu_symmetry.laplace.dual.evidence import HyperpriorContext, optimize
+from tu_symmetry.laplace.dual.evidence import HyperpriorContext, draw, optimize
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation, differences, expected_absolute
 
 PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)
@@ -52,7 +52,7 @@ def test_kappa_is_the_expected_total_variation():
     evidence = own.evidence()
     kappa, _ = expectation(evidence, PHI)
     own_kernel = torch.einsum("r,rij->ij", evidence.coefficients(PHI)["ab"], evidence.statistics.kernels["ab"])
-    drawn = evidence.draw(own_kernel, 40_000, torch.Generator().manual_seed(1)) + own.outputs
+    drawn = draw(own_kernel, 40_000, torch.Generator().manual_seed(1)) + own.outputs
     samples = total_variation(drawn.view(-1, *SHAPE))
     assert abs(float(kappa - samples.mean())) < 4.5 * float(samples.std()) / 200
 
@@ -106,7 +106,9 @@ def test_the_hyperprior_pulls_to_smoother_samples():
 
 
 def test_blocks_without_a_length_scale_are_refused():
+    own = case(7)
+    context = HyperpriorContext(own.evidence().statistics, {"c": own.priors[1]}, {})
     with pytest.raises(ValueError, match="length scale"):
-        case(7).evidence(hyperprior=TotalVariation(SHAPE, 1.0, blocks=("c",))).value(PHI)
+        TotalVariation(SHAPE, 1.0)({}, context)
     with pytest.raises(ValueError, match="at least 0"):
         TotalVariation(SHAPE, -1.0)

@@ -134,15 +134,6 @@ def test_a_training_loss_is_a_likelihood(loss: nn.Module, name: str) -> None:
     assert (type(again), again.config()) == (type(found), found.config())
 
 
-def test_log_probabilities_of_nll_loss() -> None:
-    f, y = real(BATCH, 4).log_softmax(-1), numbers(BATCH)
-    found = make_likelihood(nn.NLLLoss())
-    torch.testing.assert_close(found.loss(f, y).sum(), nn.NLLLoss(reduction="sum")(f, y))
-
-
-# ---------------------------------------------------------------------- through the approximation
-
-
 def data(name: str, positions: bool) -> tuple[nn.Module, Tensor, Tensor]:
     shape = (BATCH, POSITIONS) if positions else (BATCH,)
     return mlp(4, inputs=3), real(*shape, 3, seed=4), CASES[name][1](*shape)
@@ -284,9 +275,6 @@ def test_a_fixed_log_variance_is_a_homoscedastic_regression() -> None:
         torch.testing.assert_close(found, expected)
 
 
-# ---------------------------------------------------------------------- prediction
-
-
 def test_binary_predictives_by_their_definition() -> None:
     model, x, y = data("binary", False)
     la = LinearizedLaplace(model, "binary", prior="single", evaluate_at="map").fit([(x, y)])
@@ -374,9 +362,6 @@ def test_what_is_counted_is_counted_sample_by_sample(name: str, shape: tuple[int
         torch.testing.assert_close(sums, hits)
 
 
-# ---------------------------------------------------------------------- images
-
-
 class Segmenter(nn.Module):
     """``[batch, classes, height, width]``, torch's convention; or with the classes last, or pixels on one axis."""
 
@@ -437,9 +422,6 @@ def test_reading_outputs_and_giving_them_back(shape: tuple[int, ...], axis: int 
     read = as_outputs(found, 2, axis)
     assert read.ndim == 3
     assert torch.equal(in_own_shape(torch.stack([read, 2 * read]), found.shape, axis), torch.stack([found, 2 * found]))
-
-
-# ---------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(

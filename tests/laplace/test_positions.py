@@ -1,13 +1,16 @@
-"""Outputs at several positions of a sample (token-level likelihoods), and outputs whose first axis is not the batch."""
+"""Outputs at several positions of a sample (token-level likelihoods), and outputs whose first axis is not the batch.
+
+``test_networks.py`` has their exact blocks and covariances.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 from laplace_oracles import (
+    Tokens,
     dense_covariance,
     dense_curvature,
     exact_ggn,
@@ -26,87 +29,19 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 BATCH, POSITIONS, CLASSES = 6, 4, 3
 
 
-class Tagger(nn.Module):
-    """An embedding, attention, a normalization and a head for every token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.position = nn.Parameter(torch.zeros(POSITIONS, 4))
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens) + self.position
-        return self.head(self.norm(x + self.attention(x, x, x, need_weights=False)[0]))
-
-
-def pixels() -> nn.Module:
-    """Convolutions; outputs for every pixel, classes last."""
-    return nn.Sequential(
-        nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, CLASSES, 1), Transposed()
-    )
-
-
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mT
-
-
-def per_position() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, CLASSES))
-
-
-NETWORKS: dict[str, tuple[Any, Any]] = {
-    "tagger": (Tagger, None),
-    "pixels": (pixels, (2, POSITIONS)),
-    "per_position": (per_position, (POSITIONS, 3)),
-}
-
-
 def problem(name: str, kind: str = "classification", samples: int = BATCH) -> tuple[nn.Module, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    build, shape = NETWORKS[name]
-    model = randomize(build())
-    if shape is None:
-        x = torch.randint(0, 7, (samples, POSITIONS), generator=generator)
+    if name == "tagger":
+        model, x = randomize(Tokens(False)), torch.randint(1, 6, (samples, POSITIONS), generator=generator)
     else:
-        x = torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+        model = randomize(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, CLASSES)))
+        x = torch.randn(samples, POSITIONS, 3, generator=generator, dtype=torch.float64)
     if kind == "classification":
         return model, x, torch.randint(0, CLASSES, (samples, POSITIONS), generator=generator)
     return model, x, torch.randn(samples, POSITIONS, CLASSES, generator=generator, dtype=torch.float64)
 
 
 # ---------------------------------------------------------------------- curvature
-
-
-@pytest.mark.parametrize("kind", ["classification", "regression"])
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_exact_curvatures_sum_over_samples_and_positions(name: str, kind: str) -> None:
-    model, x, y = problem(name, kind)
-    full = fitted(model, x, y, kind, curvature="full")
-    exact = exact_ggn(model, full.tangent.names, x, y, kind)
-    torch.testing.assert_close(dense_curvature(full), exact, rtol=1e-9, atol=1e-9)
-    diagonal = fitted(model, x, y, kind, curvature="diag")
-    torch.testing.assert_close(dense_curvature(diagonal), torch.diag(exact.diagonal()), rtol=1e-9, atol=1e-9)
-    assert (full.summary.outputs, full.summary.positions) == (POSITIONS * CLASSES, POSITIONS)
-
-
-@pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_blocks_that_are_no_kronecker_products_are_exact(name: str, kfac_approx: str) -> None:
-    model, x, y = problem(name)
-    la = fitted(model, x, y, kfac_approx=kfac_approx)
-    exact, found = exact_ggn(model, la.tangent.names, x, y, "classification"), dense_curvature(la)
-    compared = 0
-    for block in la.posterior.blocks:
-        own = slice(block.start, block.stop)
-        if block.kind == "kronecker":
-            continue
-        wanted = exact[own, own] if block.kind == "dense" else torch.diag(exact[own, own].diagonal())
-        torch.testing.assert_close(found[own, own], wanted, rtol=1e-8, atol=1e-10)
-        compared += 1
-    assert compared >= 2
 
 
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
@@ -134,27 +69,15 @@ def test_factors_of_a_shared_weight_follow_their_definition(name: str, kfac_appr
     torch.testing.assert_close(dense_curvature(la)[own, own], expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["tagger", "per_position"])
-def test_one_position_is_a_sample_without_positions(name: str) -> None:
+@pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
+def test_one_position_is_a_sample_without_positions(curvature: str) -> None:
     """``[batch, 1, classes]`` and ``[batch, classes]`` are one problem."""
-
-    class Squeezed(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x).flatten(1)
-
-    model, x, y = problem(name)
-    if name == "tagger":
-        model.position = nn.Parameter(model.position[:1].detach())  # type: ignore[index]
+    model, x, y = problem("tagger")
     x, y = x[:, :1], y[:, :1]
-    for curvature in ("kfac", "full", "diag"):
-        with_axis = fitted(model, x, y, curvature=curvature)
-        without = fitted(Squeezed(model), x, y, curvature=curvature)
-        torch.testing.assert_close(dense_curvature(with_axis), dense_curvature(without), rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(with_axis.predictive(x)[:, 0], without.predictive(x))
+    with_axis = fitted(model, x, y, curvature=curvature)
+    without = fitted(nn.Sequential(model, nn.Flatten()), x, y, curvature=curvature)
+    torch.testing.assert_close(dense_curvature(with_axis), dense_curvature(without), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(with_axis.predictive(x)[:, 0], without.predictive(x))
 
 
 # ---------------------------------------------------------------------- evidence, mode, prediction
@@ -183,7 +106,7 @@ def test_mode_and_evidence_by_their_definition(name: str, curvature: str, kind: 
         likelihood += 0.5 * y.numel() * math.log(2 * math.pi * variance)
     ratio = torch.linalg.slogdet(torch.eye(len(point)) + dense_curvature(la) / variance / precision).logabsdet
     expected = -likelihood - 0.5 * float((precision * theta * theta).sum()) - 0.5 * float(ratio)
-    assert found == pytest.approx(expected, rel=1e-8)
+    assert found == pytest.approx(expected, rel=1e-7)
 
 
 def test_the_noise_variance_counts_every_position() -> None:
@@ -196,43 +119,28 @@ def test_the_noise_variance_counts_every_position() -> None:
     assert la.noise_variance == pytest.approx(2 * la.solution.loss / (y.numel() - gamma), rel=1e-5)
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_covariances_and_predictives_of_every_position(name: str, curvature: str) -> None:
-    model, x, y = problem(name)
-    la = fitted(model, x, y, curvature=curvature)
-    jac = jacobian(model, la.tangent.names, x)
-    flat = jac.flatten(1, 2)
-    joint = torch.einsum("nci,ij,ndj->ncd", flat, dense_covariance(la), flat)
-    mean, covariance = la.function_covariance(x)
-    torch.testing.assert_close(covariance, joint, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(mean, model(x).detach())
+def test_predictives_of_every_position() -> None:
+    model, x, y = problem("tagger")
+    la = fitted(model, x, y)
+    jac, mean = jacobian(model, la.tangent.names, x), model(x).detach()
     own = torch.einsum("ntci,ij,ntdj->ntcd", jac, dense_covariance(la), jac)
     variance = own.diagonal(dim1=-2, dim2=-1)
     expected = (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
     torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
-    assert la.predictive(x, link_approx="mean").shape == (BATCH, POSITIONS, CLASSES)
+    torch.testing.assert_close(la.predictive(x, link_approx="mean"), mean.softmax(-1))
     exact = la.predictive(x, num_samples=4096, covariance="exact")
     draws = torch.randn(40_000, CLASSES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     some = mean[0, 1] + draws @ torch.linalg.cholesky(own[0, 1] + 1e-12 * torch.eye(CLASSES)).T
     torch.testing.assert_close(exact[0, 1], some.softmax(-1).mean(0), rtol=0, atol=0.01)
-    sampled = la.predictive(x, num_samples=400, covariance="samples")
-    torch.testing.assert_close(sampled, exact, rtol=0, atol=0.15)
-    samples = la.function_samples(x, 300)
-    assert samples.shape == (300, BATCH, POSITIONS, CLASSES)
-    spread = (samples - mean).square().mean(0)
+    torch.testing.assert_close(la.predictive(x, num_samples=400, covariance="samples"), exact, rtol=0, atol=0.15)
+    spread = (la.function_samples(x, 300) - mean).square().mean(0)
     torch.testing.assert_close(spread, variance, rtol=0.5, atol=1e-3)
     assert la.predictive(x, joint=True, num_samples=5).shape == (5, BATCH, POSITIONS, CLASSES)
-
-
-def test_a_regression_predicts_every_position() -> None:
     model, x, y = problem("tagger", "regression")
     la = fitted(model, x, y, "regression", noise_variance=0.3)
-    jac = jacobian(model, la.tangent.names, x)
     variance = torch.einsum("ntci,ij,ntcj->ntc", jac, dense_covariance(la), jac)
-    found = la.predictive(x)
-    torch.testing.assert_close(found.epistemic, variance, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(found.variance, variance + 0.3, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(la.predictive(x).epistemic, variance, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(la.predictive(x).variance, variance + 0.3, rtol=1e-7, atol=1e-9)
 
 
 def test_sequences_of_several_lengths() -> None:
@@ -252,38 +160,30 @@ def test_sequences_of_several_lengths() -> None:
 
 
 class Flattened(nn.Module):
-    """Positions flattened into the batch, at the outputs alone or in the middle of the network too."""
+    """Positions are flattened into the batch inside of the network, or at its outputs."""
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside: bool, outside: bool) -> None:
         super().__init__()
-        self.first, self.second, self.inside = nn.Linear(3, 4), nn.Linear(4, CLASSES), inside
+        self.first, self.second, self.inside, self.outside = nn.Linear(3, 4), nn.Linear(4, CLASSES), inside, outside
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.inside:
-            x = x.flatten(0, 1)
-        x = self.second(torch.tanh(self.first(x)))
-        return x if self.inside else x.flatten(0, 1)
+        shape = x.shape[:2]
+        x = self.second(torch.tanh(self.first(x.flatten(0, 1) if self.inside else x)))
+        x = x if self.inside else x.flatten(0, 1)
+        return x if self.outside else x.unflatten(0, shape)
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "last_layer"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_positions_flattened_into_the_batch_are_refused(inside: bool, curvature: str) -> None:
     _, x, y = problem("per_position")
-    flat = randomize(Flattened(inside))
-    message = r"\(16, 3\) for a batch of 4 samples" if not (inside and "kfac" in curvature) else "batch"
-    with pytest.raises(ValueError, match=message):
-        LinearizedLaplace(flat, curvature=curvature).fit([(x[:4], y[:4].flatten() if inside else y[:4])])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"\(24, 3\) for a batch|\(16, 3\) for a batch|the batch"):
+        fitted(randomize(Flattened(inside, True)), x, y, curvature=curvature)
 
 
-@pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
+@pytest.mark.parametrize("curvature", ["kfac", "full"])
 def test_a_layer_that_sees_positions_in_the_batch_is_refused_or_exact(curvature: str) -> None:
-    """The network itself returns ``[batch, positions, outputs]``."""
-
-    class Inside(Flattened):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).unflatten(0, x.shape[:2])
-
-    model, (_, x, y) = randomize(Inside(True)), problem("per_position")
+    model, (_, x, y) = randomize(Flattened(True, False)), problem("per_position")
     if curvature == "kfac":
         with pytest.raises(ValueError, match="first axis has to be the batch"):
             fitted(model, x, y, curvature=curvature)

@@ -13,7 +13,6 @@ from laplace_oracles import Recurrent, data, dense_covariance, jacobian, mlp, po
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.laplace.blocks import KroneckerBlock
 from tu_symmetry.laplace.function_posterior import WeightSamples, gaussian_samples
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
@@ -90,9 +89,6 @@ def exact(la: LinearizedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
 
 def each(covariance: Tensor) -> Tensor:
     return torch.einsum("ncnd->ncd", covariance)
-
-
-# ---------------------------------------------------------------------- exact covariance
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
@@ -205,9 +201,6 @@ def test_gradients_of_samples_where_covariances_are_equal_or_zero() -> None:
         assert leaf.grad is not None and leaf.grad.isfinite().all()
 
 
-# ---------------------------------------------------------------------- samples
-
-
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_function_samples_are_the_tangent_model_at_weight_samples(name: str, curvature: str) -> None:
@@ -240,11 +233,6 @@ def test_directions_of_which_the_data_say_nothing_have_the_prior(prior: str) -> 
     la = LinearizedLaplace(model, prior=prior, evaluate_at="map").fit([(x, y)])  # type: ignore
     numbers = torch.arange(1, len(la.prior_groups) + 1).double()
     la.set_precision(dict(zip(la.prior_groups.names, (0.3 * numbers).tolist(), strict=True)))
-    hidden, head = (block for block in la.posterior.blocks if block.name in ("4.weight", "6.weight"))
-    for block, most in ((hidden, (14, 2)), (head, (2, 14))):
-        assert isinstance(block, KroneckerBlock)
-        rows, columns = block.determined()
-        assert rows.stop - rows.start <= most[0] and columns.stop - columns.start <= most[1]
     expected = dense_covariance(la)
     torch.testing.assert_close(posterior_covariance(la.posterior), expected, rtol=1e-9, atol=1e-11)
     root = la.posterior.sample(torch.eye(la.tangent.size, dtype=torch.float64))
@@ -271,9 +259,6 @@ def test_joint_samples_have_the_covariance_between_inputs() -> None:
     torch.testing.assert_close(
         la.predictive(x[:2], joint=True, num_samples=9), la.function_samples(x[:2], 9).softmax(-1)
     )
-
-
-# ---------------------------------------------------------------------- links
 
 
 def monte_carlo(mean: Tensor, covariance: Tensor, count: int = 200_000) -> Tensor:
@@ -333,20 +318,6 @@ def test_the_mean_stays_where_the_network_is_and_weights_move_in_mode_linear() -
     torch.testing.assert_close(la.function_covariance(x)[0], la.model(x).detach())
 
 
-# ---------------------------------------------------------------------- streams, memory, surroundings
-
-
-@pytest.mark.parametrize("options", [{}, {"covariance": "samples"}, {"link_approx": "probit"}, {"joint": True}])
-def test_streaming_a_loader(options: dict[str, Any]) -> None:
-    la, x = fitted("cnn")
-    dataset = torch.utils.data.TensorDataset(x, torch.zeros(9))
-    expected = la.predictive(x, num_samples=11, **options)
-    for loader in (torch.utils.data.DataLoader(dataset, 4), x.split(2)):
-        parts = la.predict(loader, num_samples=11, **options)
-        assert iter(parts) is parts
-        torch.testing.assert_close(torch.cat(list(parts), dim=1 if options.get("joint") else 0), expected)
-
-
 @pytest.mark.parametrize("covariance", ["exact", "samples"])
 @pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
 def test_prediction_inside_inference_mode(context: Any, covariance: str) -> None:
@@ -376,7 +347,6 @@ def test_single_precision() -> None:
     [
         ({"num_samples": 0}, "num_samples=0"),
         ({"link_approx": "logit"}, "'probit'"),
-        ({"link_approx": "bridge"}, r"'bridge' is left out.*'probit'"),
         ({"covariance": "all"}, "'samples'"),
     ],
 )
@@ -384,8 +354,3 @@ def test_options_that_are_not_known(options: dict[str, Any], message: str) -> No
     la, x = fitted()
     with pytest.raises(ValueError, match=message):
         la.predictive(x, **options)
-
-
-def test_prediction_before_the_fit() -> None:
-    with pytest.raises(RuntimeError, match="call fit"):
-        LinearizedLaplace(mlp()).predictive(torch.zeros(1, 4, dtype=torch.float64))

@@ -71,7 +71,6 @@ def test_everything_imported_is_declared_and_extras_are_guarded(room: str) -> No
 USES: dict[str, tuple[str, tuple[Any, ...], str]] = {  # a function: the package it takes, its arguments, the extra
     "posterior.hamiltonian.chain_diagnostics": ("pyro", ({"a": torch.zeros(9)},), "sampling"),
     "posterior.hamiltonian.estimated_sample_size": ("pyro", (torch.zeros(9, 1),), "sampling"),
-    "datamodules.tomography.deepinv_projector": ("deepinv", (8, 3), "tomography"),
 }
 
 

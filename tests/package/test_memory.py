@@ -39,11 +39,11 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
             r"243 parameters, a matrix of 243 x 243.*'kfac' or 'diag', or a",
         ),
         ({"curvature": "full", "prior": "per_layer"}, 52 * 243**2, r"243 x 243.*parameters=\[...\]"),
-        ({"curvature": "last_layer"}, 40 * 93**2, r"93 parameters of the last layer.*with parameters='last_layer'"),
+        ({"curvature": "last_layer"}, 40 * 93**2, r"93 parameters.*parameters='last_layer'"),
         (
             {"curvature": "kfac"},
             8 * (4**2 + 30**2 + 30**2 + 3**2 + 4 * 30**2),
-            r"2 layers.*'0'.*4 features and 30 outputs",
+            r"widest layer '0'.*4 features",
         ),
     ],
 )
@@ -97,9 +97,7 @@ def test_joint_covariances_of_many_outputs(monkeypatch: pytest.MonkeyPatch) -> N
         needed = 8 * (2 * 4 * 75**2 + 4 * 75 * size)
         with monkeypatch.context() as patch:
             plant(patch, needed - 1)
-            with pytest.raises(
-                ValueError, match=r"4 samples with 75 outputs each \(25 positions of 3\).*covariance='samples'"
-            ):
+            with pytest.raises(ValueError, match=r"4 samples with 75 outputs each.*covariance='samples'"):
                 la.function_covariance(images)
             plant(patch, needed)
             assert la.function_covariance(images)[1].shape == (4, 75, 75)

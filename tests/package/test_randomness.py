@@ -76,7 +76,6 @@ def used(laplace: tus.LinearizedLaplace) -> Any:
     """Everything that an approximation is asked for, over data that come with noise."""
     laplace.optimize_evidence(max_iterations=2)
     laplace.log_marginal_likelihood(loader())
-    laplace.search_precision(loader(), precisions=[1.0, 2.0])
     laplace.calibrate(loader(), held_out=False)
     x = torch.ones(3, 4)
     for link in ("probit", "mc"):
@@ -124,12 +123,10 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "merge": lambda p: tus.merge(graph(), states(), net(), loader(), correction="repair"),
     "reestimate_batchnorm": lambda p: tus.reestimate_batchnorm(net(), states()[0], loader()),
     "loss_barrier": lambda p: tus.loss_barrier(net(), *states(), loader(), nn.functional.cross_entropy, points=3),
-    "barrier_matrix": lambda p: tus.barrier_matrix(net(), states(), loader(), nn.functional.cross_entropy, points=3),
     "LinearizedLaplace": lambda p: used(tus.LinearizedLaplace(plain()).fit(loader())),
     "DualLaplace": lambda p: tus.laplace.DualLaplace(plain(), evaluate_at="map"),
     "LaplaceEnsemble": lambda p: tus.routines.LaplaceEnsemble(fitted().model, 2, laplace=fitted())(torch.zeros(2, 4)),
     "LaplacePostProcessing": lambda p: tus.routines.LaplacePostProcessing(fitted())(torch.zeros(2, 4)),
-    "LaplaceRegressionRoutine": lambda p: tus.routines.LaplaceRegressionRoutine(plain(), 3),
     "HMCRoutine": lambda p: tus.routines.HMCRoutine(net()),
     "MembersRoutine": lambda p: tus.routines.MembersRoutine(net(), 2).member(1),
     "VariationalRoutine": lambda p: tus.routines.VariationalRoutine(plain()).posterior().sample(2),
@@ -150,7 +147,6 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "FunctionalDiversity": lambda p: FunctionalDiversity(3),
     "QuotientDistance": lambda p: QuotientDistance(graph(), align_to=states()[0]),
     "SampleStore": lambda p: stored(p),
-    "EvidenceWeightDecay": lambda p: tus.callbacks.EvidenceWeightDecay(),
     "FitCompactPosterior": lambda p: tus.callbacks.FitCompactPosterior("q.safetensors"),
     "FitLaplace": lambda p: tus.FitLaplace(),
     "PosteriorSnapshots": lambda p: tus.PosteriorSnapshots("samples", every_n_epochs=1),

@@ -75,9 +75,6 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "apply_permutation": of_one(lambda s: tus.apply_permutation(GRAPH, permutation(), s)),
     "apply_permutation of a stack": stacked(lambda s: tus.apply_permutation(GRAPH, permutation(), s)),
     "apply_scale": of_one(lambda s: tus.apply_scale(GRAPH, scales(), s)),
-    "scale_with_epsilon": of_one(
-        lambda s: tus.scaling.scale_with_epsilon(GRAPH, scales(), s, tus.scaling.normalization_epsilons(NETWORK))
-    ),
     "canonicalize": of_one(lambda s: tus.canonicalize(GRAPH, s).state),
     "remove_symmetries": of_one(lambda s: tus.remove_symmetries(GRAPH, s)),
     "remove_symmetries without scale": of_one(lambda s: tus.remove_symmetries(GRAPH, s, scale=None)),
@@ -92,16 +89,6 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "merge with repair": lambda states: [tus.merge(GRAPH, states, NETWORK, DATA, correction="repair").state],
     "merge with batchnorm": lambda states: [tus.merge(GRAPH, states, NETWORK, DATA, correction="batchnorm").state],
     "merge of a stack": lambda states: [tus.merge(GRAPH, stack_states(states), NETWORK).state],
-    "soup": lambda states: [
-        tus.merge(
-            GRAPH,
-            states,
-            NETWORK,
-            weights="greedy",
-            loss=lambda outputs, targets: 0 * outputs.sum(),
-            validation=[(X, X)],
-        ).state
-    ],
     "interpolate": lambda states: [tus.interpolate(states[0], states[1], 0.3)],
     "mean_state": lambda states: [tus.mean_state(states)],
     "reestimate_batchnorm": of_one(lambda s: tus.reestimate_batchnorm(NETWORK, s, DATA)),

@@ -14,7 +14,7 @@ from torchmetrics.classification import BinaryAUROC
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
+from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -107,7 +107,7 @@ def test_post_processing_metrics_equal_a_hand_computation(evaluate_at: str, prio
     data = DataModule(ood=True)
     model = net()
     routine = classify(model, post_processing=LaplacePostProcessing(), eval_ood=True, ood_criterion="post_processing")
-    found, callback = run(routine, data, evaluate_at=evaluate_at, prior=prior, batch_size=60)
+    found, callback = run(routine, data, evaluate_at=evaluate_at, prior=prior)
     x, y = data.test_set.tensors
     la = by_hand(model, data, evaluate_at=evaluate_at, prior=prior)
     p = la.predictive(x)
@@ -172,10 +172,8 @@ def test_a_copy_of_the_network_is_refused() -> None:
         classify(net(), post_processing=LaplacePostProcessing(la))
     with pytest.raises(ValueError, match="perhaps of a copy"):
         LaplaceEnsemble(net(), laplace=la)
-    with pytest.raises(ValueError, match="is of a classification, this takes a regression"):
-        LaplaceRegressionRoutine(copy, 1, laplace=la)
     regression = by_hand(net(1), DataModule("regression"), likelihood="regression", evaluate_at="map")
-    with pytest.raises(ValueError, match="is of a regression, this takes a classification"):
+    with pytest.raises(ValueError, match="is of a regression"):
         LaplacePostProcessing(regression)
 
 
@@ -234,40 +232,6 @@ def test_ensemble_before_the_fit() -> None:
     torch.testing.assert_close(ensemble(x[:2]).reshape(4, 2, CLASSES), outputs[:, :2])  # the same functions
     with pytest.raises(ValueError, match="at least 1"):
         LaplaceEnsemble(model, 0)
-
-
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_regression_metrics_equal_a_hand_computation(outputs: int) -> None:
-    data = DataModule("regression")
-    if outputs == 2:
-        for name in ("train_set", "test_set", "held_out"):
-            x, y = getattr(data, name).tensors
-            setattr(data, name, TensorDataset(x, torch.stack([y, x[:, 0] * x[:, 1]], 1)))
-    model = net(outputs)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    routine = LaplaceRegressionRoutine(model, outputs, loss=nn.MSELoss(), optim_recipe=optimizer)
-    found, callback = run(routine, data, likelihood="regression", evaluate_at="map")
-    assert found.keys() >= {"test/reg/NLL", "test/cal/QCE", "test/reg/MAE", "test/reg/RMSE"}
-    la = by_hand(model, data, likelihood="regression", evaluate_at="map")
-    x, y = data.test_set.tensors
-    y = y.reshape(len(y), outputs)
-    predictive = la.predictive(x)
-    residual = y - predictive.mean
-    terms = 0.5 * (residual.square() / predictive.variance + (2 * torch.pi * predictive.variance).log())
-    assert found["test/reg/NLL"] == pytest.approx(float(terms.mean()), rel=1e-3)  # TorchUncertainty: per output
-    assert found["test/reg/RMSE"] == pytest.approx(float(residual.square().mean().sqrt()), rel=1e-4)
-    assert 0 < found["test/cal/QCE"] < 1
-    assert callback.laplace is not None
-    assert callback.laplace.noise_variance == pytest.approx(la.noise_variance, rel=1e-3)
-    assert float(predictive.epistemic.mean()) > 1e-3 * la.noise_variance, "vacuous: no epistemic variance"
-
-
-def test_regression_needs_an_approximation_and_one_network() -> None:
-    routine = LaplaceRegressionRoutine(net(1), 1, loss=nn.MSELoss())
-    with pytest.raises(RuntimeError, match="FitLaplace"):
-        trainer().test(routine, DataModule("regression"), verbose=False)
-    with pytest.raises(ValueError, match="leave out dist_family"):
-        LaplaceRegressionRoutine(net(1), 1, dist_family="normal")
 
 
 def test_functions_of_a_regression_as_an_ensemble() -> None:

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from zoo import assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
 
 import tu_symmetry as tus
-from tu_symmetry.scaling import canonical as canonical_module
-from tu_symmetry.scaling import normalization_epsilons, scale_with_epsilon
-from tu_symmetry.scaling.masses import MassTables, counted_parameters
+from tu_symmetry.scaling.masses import MassTables
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -58,8 +56,8 @@ def test_canonical_scale_commutes_with_permutations(case: Case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("method", ["unit_norm", "unit_variance"])
-def test_unit_forms_keep_the_function_and_are_constant_on_orbits(case: Case, method: Any) -> None:
+def test_unit_norm_keeps_the_function_and_is_constant_on_orbits(case: Case) -> None:
+    method: Any = "unit_norm"
     model, graph, state = weights(case)
     form = tus.canonicalize(graph, state, method=method)
     inexact = any(not g.exact for g in graph.scales)
@@ -90,17 +88,14 @@ NORMALIZED = [c for c in CASES if c.normalizations]
 @pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
 def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case, method: Any) -> None:
     model, graph, state = weights(case)
-    epsilons = normalization_epsilons(model)
-    form = tus.canonicalize(graph, state, method=method, normalizations="unit_norm", epsilons=epsilons)
+    form = tus.canonicalize(graph, state, method=method, normalizations="unit_norm")
     assert form.unfixed == () and not form.degenerate
-    folded = all(
-        g.exact or any(m.parameter in epsilons for m in g.members) for g in (*graph.scales, *graph.normalizations)
-    )
+    exact = all(g.exact for g in (*graph.scales, *graph.normalizations))
     change = relative(outputs(model, state, case.inputs()), outputs(model, form.state, case.inputs()))
-    assert change < (1e-9 if folded else 1e-3)
+    assert change < (1e-9 if exact else 1e-3)
     draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(8), std=0.4)
-    moved = scale_with_epsilon(graph, draw, state, epsilons)
-    again = tus.canonicalize(graph, moved, method=method, normalizations="unit_norm", epsilons=epsilons)
+    moved = tus.apply_scale(graph, draw, state)
+    again = tus.canonicalize(graph, moved, method=method, normalizations="unit_norm")
     assert_equal_states(form.state, again.state)
     for group in graph.normalizations:
         total = torch.zeros(group.size, dtype=torch.float64)
@@ -114,23 +109,6 @@ def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case,
                 total += square.movedim(member.axis, 0)[member.index].flatten(1).sum(1)
         if method == "min_mass" or all(m.axis == 0 for m in group.members):
             torch.testing.assert_close(total, torch.full_like(total, filters_of(graph, group)))
-
-
-def test_epsilon_is_folded_exactly() -> None:
-    """Folded, the function changes by rounding errors only; unfolded by what epsilon is relative to the variance."""
-    model, graph, state = named("batchnorm_cnn")
-    inputs = next(c for c in CASES if c.name == "batchnorm_cnn").inputs()
-    state = {n: 1e-4 * t if n.endswith("running_var") else t for n, t in state.items()}
-    log_scale = {g.name: torch.full((g.size,), -1.0).double() for g in graph.normalizations}
-    epsilons = normalization_epsilons(model)
-    assert epsilons == {"1.running_var": 1e-5, "4.running_var": 1e-5}
-    before = outputs(model, state, inputs)
-    assert relative(before, outputs(model, scale_with_epsilon(graph, log_scale, state, epsilons), inputs)) < 1e-12
-    assert relative(before, outputs(model, tus.apply_scale(graph, log_scale, state), inputs)) > 1e-3
-    with pytest.raises(tus.SymmetryError, match="named after running variances"):
-        scale_with_epsilon(graph, log_scale, state, {"nope": 1e-5})
-    half = {n: t.float() for n, t in state.items()}
-    assert scale_with_epsilon(graph, log_scale, half, epsilons)["1.running_var"].dtype == torch.float32
 
 
 @every_case
@@ -223,35 +201,17 @@ def test_the_gap_bounds_the_distance_to_the_minimum(name: str) -> None:
     assert 0 < (rough.mass_after - least) / rough.mass_after <= rough.relative_gap < 0.1
 
 
-def test_far_starts_converge() -> None:
-    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    least = tus.canonicalize(graph, state)
-    draw = tus.random_scale(graph, generator=torch.Generator().manual_seed(0), std=20.0)
-    assert_equal_states(least.state, tus.canonicalize(graph, tus.apply_scale(graph, draw, state)).state, rtol=1e-6)
-
-
-@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
-def test_weights_whose_squares_overflow_are_refused(method: Any) -> None:
-    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    with pytest.raises(tus.SymmetryError, match="leave the range of float64"):
-        tus.canonicalize(graph, {name: 1e160 * t for name, t in state.items()}, method=method)
-    form = tus.canonicalize(graph, {name: 1e70 * t for name, t in state.items()}, method=method)
-    assert all(bool(t.isfinite().all()) for t in form.state.values())
-
-
 def test_no_convergence_is_an_error() -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
-    with pytest.raises(RuntimeError, match="did not reach its minimum in 0 Newton steps"):
-        tus.canonicalize(graph, state, max_iterations=0)
+    with pytest.raises(RuntimeError, match="did not reach its minimum"):
+        tus.canonicalize(graph, state, tolerance=1e-30)
 
 
 @pytest.mark.parametrize(("name", "first"), [("mlp_relu", "0.weight"), ("cnn_flatten", "0.weight")])
-def test_unit_forms_by_hand(name: str, first: str) -> None:
+def test_unit_norm_by_hand(name: str, first: str) -> None:
     _, graph, state = named(name)
     rows = tus.canonicalize(graph, state, method="unit_norm").state[first].flatten(1)
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)).double())
-    rows = tus.canonicalize(graph, state, method="unit_variance").state[first].flatten(1)
-    torch.testing.assert_close(rows.square().mean(1), torch.ones(len(rows)).double())
 
 
 def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average() -> None:
@@ -261,8 +221,6 @@ def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average(
     assert float(least["0.weight"].square().sum() + least["0.bias"].square().sum()) == pytest.approx(6.0)
     unit = tus.canonicalize(graph, state, method="unit_norm", normalizations="unit_norm").state
     assert float(unit["3.weight"].square().sum()) == pytest.approx(7.0)
-    mean = tus.canonicalize(graph, state, method="unit_variance", normalizations="unit_norm").state
-    assert float(mean["3.weight"].square().mean()) == pytest.approx(1.0)
 
 
 def test_negative_gains_stay_negative() -> None:
@@ -348,7 +306,7 @@ def test_dead_cycles_are_found() -> None:
 def test_nothing_but_zeros() -> None:
     graph, state = dead_units()
     zeros = {n: torch.zeros_like(t) for n, t in state.items()}
-    for method in ("min_mass", "unit_norm", "unit_variance"):
+    for method in ("min_mass", "unit_norm"):
         form = tus.canonicalize(graph, zeros, method=method, degenerate="unit_norm", normalizations="unit_norm")
         assert form.mass_after == 0.0 and all(len(d) == graph[n].size for n, d in form.degenerate.items())
         assert len(form.degenerate) == 2 and all(bool(torch.isfinite(t).all()) for t in form.state.values())
@@ -365,21 +323,16 @@ def test_only_the_counted_parameters_are_weighed() -> None:
         assert_equal_states(form.state, tus.canonicalize(graph, state, parameters=same).state)
     with pytest.raises(ValueError, match="no parameters 'nope'"):
         tus.canonicalize(graph, state, parameters=["nope"])
+    _, tied, shared = named("TinyLlama")  # counts once under either of its names
+    masses = [tus.canonicalize(tied, shared, parameters=[n]).mass_before for n in ("head.weight", "embed.weight")]
+    assert masses == pytest.approx(2 * [float(shared["embed.weight"].square().sum())])
     lonely = tus.canonicalize(graph, state, parameters=["0.weight"])
     assert lonely.degenerate["0"].tolist() == [0, 1, 2, 3, 4] and lonely.mass_after == lonely.mass_before
 
 
-def test_tied_parameters_count_once_under_any_name() -> None:
-    _, graph, state = named("TinyLlama")
-    assert counted_parameters(graph, ["head.weight"]) == counted_parameters(graph, ["embed.weight"])
-    assert tus.canonicalize(graph, state, parameters=["head.weight"]).mass_before == pytest.approx(
-        float(state["embed.weight"].square().sum())
-    )
-
-
 def test_wrong_arguments() -> None:
     graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    with pytest.raises(ValueError, match="unknown method 'least'"):
+    with pytest.raises(ValueError, match="method must be 'min_mass' or 'unit_norm'"):
         tus.canonicalize(graph, state, method="least")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="normalizations must be 'leave' or 'unit_norm'"):
         tus.canonicalize(graph, state, normalizations="fold")  # type: ignore[arg-type]
@@ -387,18 +340,3 @@ def test_wrong_arguments() -> None:
         tus.canonicalize(graph, {n: t.unsqueeze(0) for n, t in state.items()})
     with pytest.raises(tus.SymmetryError, match="NaN"):
         tus.canonicalize(graph, state | {"0.bias": state["0.bias"] * math.nan})
-
-
-def test_the_input_is_left_alone_and_dtypes_stay() -> None:
-    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
-    single = {n: t.float() for n, t in state.items()}
-    copies = {n: t.clone() for n, t in single.items()}
-    form = tus.canonicalize(graph, single)
-    assert all(torch.equal(single[n], t) for n, t in copies.items())
-    assert all(t.dtype == torch.float32 for t in form.state.values())
-    torch.testing.assert_close(form.state["0.weight"].double(), tus.canonicalize(graph, state).state["0.weight"])
-
-
-def test_every_method_is_documented() -> None:
-    for method in ("min_mass", "unit_norm", "unit_variance"):
-        assert method in str(canonical_module.__doc__) and method in str(tus.canonicalize.__doc__)

@@ -1,8 +1,4 @@
-"""What transforms weights measures what it did to the outputs, reports it, and refuses what nothing explains.
-
-The planted graphs are wrong and pass for verified: a member of a permutation group is missing, or a tensor has lost its
-part in a scale. Nothing but the certificate can notice.
-"""
+"""What transforms weights measures what it did to the outputs, reports it, and refuses what nothing explains."""
 
 from __future__ import annotations
 
@@ -60,14 +56,11 @@ def wrong() -> tus.SymmetryGraph:
 
 def state(seed: int, dtype: torch.dtype = torch.float32) -> State:
     generator = torch.Generator().manual_seed(seed)
-    return {
-        n: (torch.randn(t.shape, generator=generator) + ("var" in n) * 2).abs().to(dtype)
-        if "var" in n
-        else torch.randn(t.shape, generator=generator).to(dtype)
-        if t.ndim
-        else t.clone()
+    drawn = {
+        n: torch.randn(t.shape, generator=generator).to(dtype) if t.ndim else t.clone()
         for n, t in network().state_dict().items()
     }
+    return {n: (t + 2).abs() if "var" in n else t for n, t in drawn.items()}
 
 
 class Routine(LightningModule):
@@ -160,9 +153,6 @@ def test_files_are_not_written_under_a_wrong_graph(tmp_path: Path) -> None:
     assert done.files[0].output_change == 0.0
     assert all(f.output_change is not None and f.output_change <= f.output_change_allowed for f in done.files)  # type: ignore[operator]
     assert "Certified on the example input" in (tmp_path / "right" / "report.md").read_text()
-    assert '"output_change"' in (tmp_path / "right" / "report.json").read_text()
-    again = align_files(right(), files, tmp_path / "right")
-    assert again.skipped == 3 and again.files == done.files
     with pytest.raises(tus.SymmetryError, match=r"1.pt, aligned: the outputs"):
         align_files(wrong(), files, tmp_path / "wrong")
     assert not (tmp_path / "wrong" / "1.safetensors").exists()
@@ -186,17 +176,6 @@ def test_the_change_that_is_reported_is_what_the_dtype_explains(dtype: torch.dty
     assert 0 < form.certificate.change <= form.certificate.allowed < max(2000 * eps, 2e-3)
     moved = tus.CompactPosterior.from_states(states, right()).metadata["certificate"]
     assert moved["change"] <= moved["allowed"]
-
-
-def test_the_change_is_that_of_the_outputs_by_a_forward_pass_of_ones_own() -> None:
-    model, x = network(), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
-    form = tus.canonicalize(right(), state(3), method="unit_norm")
-    model.load_state_dict(state(3))
-    before = model.double()(x.double()).detach()
-    model.load_state_dict(form.state)
-    relative = ((model(x.double()).detach() - before).abs() / before.abs()).max()
-    assert form.certificate is not None and form.certificate.holds
-    assert 0 < float(relative) < 1e-2 and form.certificate.change <= 10 * float(relative) + 1e-12
 
 
 def test_a_graph_without_a_network_says_so_and_works() -> None:
@@ -224,18 +203,15 @@ def test_what_an_epsilon_makes_of_a_rescaling_is_a_warning_and_more_than_that_is
     graph = tus.discover_symmetries(model, torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
     generator = torch.Generator().manual_seed(2)
     fresh = {n: torch.randn(t.shape, generator=generator).double() for n, t in model.state_dict().items()}
-    for size, outcome in ((1.0, None), (0.05, EpsilonWarning), (0.003, tus.SymmetryError)):
-        small = {n: t * size if n == "0.weight" else t for n, t in fresh.items()}  # unit norm makes it large again
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", EpsilonWarning)
-            if outcome is None:
-                form = tus.canonicalize(graph, small, normalizations="unit_norm")
-                assert form.certificate is not None and form.certificate.holds
-                continue
-            with pytest.raises(outcome, match="epsilon"):
-                tus.canonicalize(graph, small, normalizations="unit_norm")
-    with pytest.warns(
-        EpsilonWarning, match=r"outputs change by .* of their norm.*without them the outputs stay the same"
-    ):
-        form = tus.canonicalize(graph, {**fresh, "0.weight": fresh["0.weight"] * 0.05}, normalizations="unit_norm")
-    assert form.certificate is not None and not form.certificate.holds
+
+    def canonical(size: float) -> tus.symmetry.Certificate | None:
+        small = {**fresh, "0.weight": fresh["0.weight"] * size}  # unit norm makes it large again
+        return tus.canonicalize(graph, small, normalizations="unit_norm").certificate
+
+    whole = canonical(1.0)
+    assert whole is not None and whole.holds
+    with pytest.warns(EpsilonWarning, match=r"of their norm.*without them the outputs stay the same"):
+        warned = canonical(0.05)
+    assert warned is not None and not warned.holds
+    with pytest.raises(tus.SymmetryError, match="outputs"):
+        canonical(0.003)

@@ -13,11 +13,9 @@ from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.elements import (
-    check_permutation,
     compose,
     identity_permutation,
     invert,
-    parent_of,
     random_permutation,
     random_scale,
     transposition_count,
@@ -138,35 +136,21 @@ def elements(request: pytest.FixtureRequest, generator: torch.Generator) -> list
     return [random_permutation(graph, generator=generator) for _ in range(6)]
 
 
-def test_an_element_moves_each_unit_once(elements: list[Element]) -> None:
-    for p in elements:
-        assert sorted(flatten(p)) == list(range(len(flatten(p))))
+def same(p: Element, q: Element) -> bool:
+    return p.keys() == q.keys() and all(torch.equal(p[name], q[name]) for name in p)
 
 
-def test_compose_acts_as_the_second_and_then_the_first(elements: list[Element]) -> None:
+def test_composing_and_inverting_are_those_of_single_units(elements: list[Element]) -> None:
     for p, q in itertools.product(elements, repeat=2):
         assert flatten(compose(p, q)) == after(flatten(p), flatten(q))
-
-
-def test_compose_is_associative(elements: list[Element]) -> None:
+        assert same(invert(compose(p, q)), compose(invert(q), invert(p)))
     for p, q, r in itertools.combinations(elements, 3):
-        left, right = compose(compose(p, q), r), compose(p, compose(q, r))
-        assert all(torch.equal(left[name], right[name]) for name in p)
-
-
-def test_invert_undoes_on_both_sides(elements: list[Element]) -> None:
+        assert same(compose(compose(p, q), r), compose(p, compose(q, r)))
     for p in elements:
+        assert sorted(flatten(p)) == list(range(len(flatten(p))))
         identity = tuple(range(len(flatten(p))))
         assert flatten(compose(p, invert(p))) == identity == flatten(compose(invert(p), p))
-        assert flatten(invert(p)) == inverse(flatten(p))
-        twice = invert(invert(p))
-        assert all(torch.equal(twice[name], p[name]) for name in p)
-
-
-def test_invert_reverses_products(elements: list[Element]) -> None:
-    for p, q in itertools.combinations(elements, 2):
-        left, right = invert(compose(p, q)), compose(invert(q), invert(p))
-        assert all(torch.equal(left[name], right[name]) for name in p)
+        assert flatten(invert(p)) == inverse(flatten(p)) and same(invert(invert(p)), p)
 
 
 def test_identity_is_neutral_and_counts_nothing() -> None:
@@ -174,42 +158,29 @@ def test_identity_is_neutral_and_counts_nothing() -> None:
     identity = identity_permutation(graph)
     p = random_permutation(graph, generator=torch.Generator().manual_seed(3))
     assert flatten(identity) == tuple(range(24))
-    assert flatten(compose(p, identity)) == flatten(p) == flatten(compose(identity, p))
+    assert same(compose(p, identity), p) and same(compose(identity, p), p)
     assert transposition_count(identity) == 0
 
 
-def test_invert_does_not_depend_on_the_order_of_names() -> None:
-    p = random_permutation(chain(3, 4), generator=torch.Generator().manual_seed(1))
-    swapped = {name: p[name] for name in reversed(list(p))}
-    inverted = invert(swapped)
-    assert list(inverted) == list(swapped)
-    assert all(torch.equal(inverted[name], invert(p)[name]) for name in p)
-
-
 def test_a_nested_element_by_hand() -> None:
-    p = {"heads": torch.tensor([1, 0]), "heads/units": torch.tensor([[0, 2, 1], [2, 0, 1]])}
-    assert flatten_named(p) == (3, 5, 4, 2, 0, 1)
+    p = {"heads/units": torch.tensor([[0, 2, 1], [2, 0, 1]]), "heads": torch.tensor([1, 0])}
+    assert flatten(p) == (3, 5, 4, 2, 0, 1)
     # Undone: unit (0, 0) went to (1, 1), so it has to come from there; and so on.
     inverted = invert(p)
+    assert list(inverted) == list(p)
     assert inverted["heads"].tolist() == [1, 0]
     assert inverted["heads/units"].tolist() == [[1, 2, 0], [0, 2, 1]]
     # One cycle of two blocks, whose inner product is [0, 2, 1] after [2, 0, 1]: one swap and one more.
     assert transposition_count(p) == 2
 
 
-def flatten_named(p: Element) -> Flat:
-    return flatten({"abc"[name.count("/")] * (1 + name.count("/")): value for name, value in p.items()})
-
-
 def test_blocks_that_nothing_moves_compose_apart(generator: torch.Generator) -> None:
     graph = graph_of(("stack", (4, 6)))
     assert graph.permutations[0].parent is None
     p, q = (random_permutation(graph, generator=generator) for _ in range(2))
-    composed, inverted = compose(p, q)["stack"], invert(p)["stack"]
-    for b in range(4):
-        pb, qb = tuple(p["stack"][b].tolist()), tuple(q["stack"][b].tolist())
-        assert tuple(composed[b].tolist()) == after(pb, qb)
-        assert tuple(inverted[b].tolist()) == inverse(pb)
+    composed, inverted = compose(p, q)["stack"].tolist(), invert(p)["stack"].tolist()
+    for k, (a, b) in enumerate(zip(p["stack"].tolist(), q["stack"].tolist(), strict=True)):
+        assert tuple(composed[k]) == after(a, b) and tuple(inverted[k]) == inverse(a)
     assert transposition_count(p) == sum(transposition_count(row) for row in p["stack"])
 
 
@@ -222,29 +193,10 @@ def test_transposition_count_is_the_fewest_swaps_outermost_first(sizes: tuple[in
         assert transposition_count(p) == sum(fewest[flatten(p)]), p
 
 
-def test_more_swaps_of_blocks_can_save_swaps_inside() -> None:
-    """Why blocks count first: two exchanges of two blocks make a 3-cycle in each, which takes four swaps inside."""
-    turn = torch.tensor([1, 2, 0])
-    inside = {"a": torch.arange(2), "a/b": torch.stack([turn, turn])}
-    swapped = {"a": torch.tensor([1, 0]), "a/b": torch.arange(3).expand(2, 3)}
-    matched = {"a": torch.tensor([1, 0]), "a/b": torch.stack([turn, turn.argsort()])}
-    product = compose(swapped, matched)
-    assert transposition_count(swapped) == transposition_count(matched) == 1
-    assert transposition_count(product) == transposition_count(inside) == 4
-
-
 def test_transposition_count_is_invariant_under_inversion_and_conjugation(elements: list[Element]) -> None:
     for p, q in itertools.permutations(elements, 2):
         assert transposition_count(invert(p)) == transposition_count(p)
         assert transposition_count(compose(compose(q, p), invert(q))) == transposition_count(p)
-
-
-def test_transposition_count_of_a_plain_group_is_a_metric(generator: torch.Generator) -> None:
-    p, q, r = (random_permutation(chain(9), generator=generator) for _ in range(3))
-    between = [transposition_count(compose(x, invert(y))) for x, y in ((p, q), (q, r), (p, r))]
-    assert between[2] <= between[0] + between[1]
-    assert min(between) > 0
-    assert transposition_count(compose(p, invert(p))) == 0
 
 
 def test_transposition_count_of_one_cycle_and_of_rows() -> None:
@@ -277,27 +229,18 @@ def test_random_scale_draws_every_factor_in_float64(generator: torch.Generator) 
     assert abs(drawn["s"].mean().item()) < 0.05
 
 
-def test_names_alone_say_how_groups_nest() -> None:
-    names = {"blocks.0": torch.arange(2), "blocks.0/heads": torch.arange(2), "other/heads": torch.arange(2)}
-    assert parent_of("blocks.0/heads", names) == "blocks.0"
-    assert parent_of("other/heads", names) is None
-    assert parent_of("blocks.0", names) is None
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.tensor([0, 1, 1]), "missing or repeated"),
-        (torch.tensor([0, 1, 3]), "missing or repeated"),
         (torch.tensor([[0, 1], [0, 0]]), "missing or repeated"),
+        (torch.tensor([0, 1, 3]), "missing or repeated"),
         (torch.tensor([0.0, 1.0]), "integer tensor, got torch.float32"),
         (torch.tensor(0), "integer tensor"),
     ],
 )
 def test_what_is_no_permutation_is_refused(value: Tensor, message: str) -> None:
-    with pytest.raises(SymmetryError, match=message) as error:
-        check_permutation({"fc1": value})
-    assert "fc1" in str(error.value)
+    with pytest.raises(SymmetryError, match=f"fc1.*{message}"):
+        invert({"fc1": value})
 
 
 def test_elements_of_different_groups_do_not_compose() -> None:
@@ -319,6 +262,5 @@ def test_a_level_that_is_left_out_stays_where_it_is() -> None:
         def less(element: Element, gone: str = gone) -> Element:
             return {name: index for name, index in element.items() if name != gone}
 
-        assert all(torch.equal(compose(less(p), less(q))[n], compose(p, q)[n]) for n in less(p))
-        assert all(torch.equal(invert(less(p))[n], invert(p)[n]) for n in less(p))
+        assert same(compose(less(p), less(q)), less(compose(p, q))) and same(invert(less(p)), less(invert(p)))
         assert transposition_count(less(p)) == transposition_count(p)

@@ -100,7 +100,7 @@ def test_the_canonical_form_is_that_of_the_orbit_however_far_the_weights_lie(nam
     sizes = torch.cat([t.double().abs().flatten() for t in far.values()])
     assert float(sizes.max()) > 1e14 and float(sizes.min()) < 1e-14
     rounding = torch.finfo(dtype).eps if dtype != torch.float64 else 1e-11
-    methods: tuple[Any, ...] = ("min_mass", "unit_norm", "unit_variance")
+    methods: tuple[Any, ...] = ("min_mass", "unit_norm")
     for method in methods:
         wanted, found = tus.canonicalize(graph, state, method=method), tus.canonicalize(graph, far, method=method)
         assert_close(found.state, wanted.state, rounding)
@@ -123,10 +123,12 @@ def test_masses_of_extreme_weights_are_those_of_ordinary_ones(name: str, size: f
     profile = tus.scaling.mass_profile(graph, far, [-1.0, 0.0, 1.0])
     assert all(float(m[1]) == pytest.approx(profile.mass, rel=1e-9) for m in profile.masses.values())
     assert size == 1e-45 or all(math.isfinite(value) for value in profile.minima.values())  # else all may be zero
+    zeros = {n: torch.zeros_like(t) for n, t in state.items()}
+    assert representation_costs(graph, zeros).ratio.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("method", ["min_mass", "unit_norm", "unit_variance"])
+@pytest.mark.parametrize("method", ["min_mass", "unit_norm"])
 def test_what_the_dtype_does_not_hold_is_refused_and_never_infinite(method: Any, size: float) -> None:
     graph, state = made("chain")
     far = {n: (t * size).float() for n, t in state.items()}
@@ -138,21 +140,6 @@ def test_what_the_dtype_does_not_hold_is_refused_and_never_infinite(method: Any,
     elif largest > 3.5e38 or least < 1e-46:
         with pytest.raises(tus.SymmetryError, match=r"range of torch.float32 .* wider dtype"):
             tus.canonicalize(graph, far, method=method)
-
-
-def test_both_ways_out_of_the_range_are_met_above() -> None:
-    """The test above has cases of each kind: float32 holds the result, or it does not."""
-    graph, state = made("chain")
-    kinds = set()
-    for size in SIZES:
-        try:
-            form = tus.canonicalize(graph, {n: (t * size).float() for n, t in state.items()}, method="unit_norm")
-            kinds.add("held")
-            assert all(bool(torch.isfinite(t).all()) for t in form.state.values())
-        except tus.SymmetryError as error:
-            kinds.add("above" if "leave the range" in str(error) else "below")
-    assert {"above", "below"} <= kinds
-    assert tus.canonicalize(graph, {n: (t * 1e30).float() for n, t in state.items()}).mass_after > 1e59
 
 
 def test_rescaling_rounds_once_and_refuses_what_it_cannot_hold() -> None:
@@ -184,18 +171,6 @@ def test_squares_that_double_precision_does_not_hold_are_refused() -> None:
     assert tus.canonicalize(graph, dead).mass_after == pytest.approx(
         tus.representation_cost(graph, {**state, "6.bias": state["6.bias"] * 0})
     )
-
-
-def test_a_variance_that_cannot_hold_what_epsilon_needs_is_refused() -> None:
-    """Weights of 1e18 before a batch normalization: with unit norm, the variance would be 1e-36 beside 1e-5."""
-    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3)).eval()
-    graph = tus.discover_symmetries(model, torch.randn(3, 4))
-    epsilons = tus.scaling.normalization_epsilons(model)
-    state = {n: t.double().abs() + 0.5 if t.ndim else t for n, t in model.state_dict().items()}
-    far = {n: t * 1e18 if n in ("0.weight", "0.bias") else t for n, t in state.items()}
-    tus.canonicalize(graph, state, normalizations="unit_norm", epsilons=epsilons)
-    with pytest.raises(tus.SymmetryError, match=r"'1.running_var' cannot hold .* 6 channels"):
-        tus.canonicalize(graph, far, normalizations="unit_norm", epsilons=epsilons)
 
 
 @pytest.mark.parametrize("sizes", [(1e30, 1e30), (1e-40, 1e-40), (1e30, 1e-40), (1e37, 1.0)])
@@ -236,8 +211,8 @@ def test_distances_between_extreme_weights() -> None:
     graph, state = made("chain")
     zero = {n: torch.zeros_like(t) for n, t in state.items()}
     wanted = math.sqrt(sum(float(t.square().sum()) for t in state.values()))
-    for size in (*SIZES[:5], 1e200, 1e-200):
-        far = {n: (t * size).to(t if size in (1e200, 1e-200) else torch.float32) for n, t in state.items()}
+    for size in SIZES[:5]:
+        far = {n: (t * size).float() for n, t in state.items()}
         assert weight_distance(graph, far, zero) / size == pytest.approx(wanted, rel=1e-3)
 
 
@@ -289,9 +264,3 @@ def test_deviations_of_extreme_weights(size: float) -> None:
     q = tus.CompactPosterior.from_states(members, graph, align=False)
     wanted = torch.stack([m["0.weight"].double() / size for m in members]).std(0)
     torch.testing.assert_close(q.std["0.weight"].double() / size, wanted, rtol=1e-3, atol=1e-4)
-
-
-def test_networks_of_zeros_have_a_ratio_of_one() -> None:
-    graph, state = made("chain")
-    costs = representation_costs(graph, {n: torch.zeros_like(t) for n, t in state.items()})
-    assert costs.ratio.tolist() == [1.0]

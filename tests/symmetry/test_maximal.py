@@ -1,14 +1,10 @@
 """Brute force on small networks: which permutations of hidden units are symmetries, and which of them were claimed.
 
-Handwritten networks come with their candidates: for a layer, the axes that its units index in the parameters. Every
-transposition of two units of a layer, and every product of transpositions in up to four layers, is tried out.
-
-In random chains a candidate swaps two neighboring units, the same two, in a subset of all places where units could lie:
-each axis of each parameter, from each offset at which a hidden layer's width fits. All subsets are tried. Those that
-leave the function unchanged, and hold no smaller one that does, are what there is to find.
-
-All of it is in float64 on random weights. What the graph claims must be among the symmetries, always; on these networks
-it must be all of them.
+Networks by hand come with the axes that the units of each layer index in the parameters: every transposition of two
+units of a layer, and every product of such in up to four layers, is tried out. In random chains two neighboring units
+are swapped in every subset of all places where units could lie; those that leave the function unchanged, and hold no
+smaller one that does, are what there is to find. What the graph claims must be among the symmetries, always; on these
+networks it must be all of them.
 """
 
 from __future__ import annotations
@@ -61,189 +57,122 @@ def rows(width: int, name: str, *columns: str, start: int = 0) -> Layer:
     return Layer(width, tuple(places))
 
 
-NETWORKS: dict[str, tuple[Callable[[], Net], list[Layer], Callable[[], Tensor]]] = {}
+NETWORKS: dict[str, tuple[Callable[[], Net], list[Layer], tuple[int, ...]]] = {}
 
 
-def network(*layers: Layer, inputs: tuple[int, ...] = (40, 5)) -> Callable[[Any], Any]:
-    def add(build: Callable[[], Net]) -> Callable[[], Net]:
-        generator = torch.Generator().manual_seed(2)
-        x = torch.randn(inputs, generator=generator, dtype=torch.float64)
-        NETWORKS[build.__name__] = build, list(layers), lambda: x
-        return build
-
-    return add
+def network(
+    name: str, layers: list[Layer], forward: Callable[..., Any], inputs: tuple[int, ...] = (40, 5), **parts: Any
+) -> None:
+    """Add a network with all layers whose units could change places; pairs are linear layers."""
+    NETWORKS[name] = lambda: Net(forward, **parts), layers, inputs
 
 
-@network(rows(3, "a", "b"), rows(2, "b", "c"))
-def chain() -> Net:
-    return Net(lambda m, x: m.c(relu(m.b(relu(m.a(x))))), a=nn.Linear(5, 3), b=nn.Linear(3, 2), c=nn.Linear(2, 2))
+def columns(width: int, name: str, axis: int = 1) -> Layer:
+    return Layer(width, ((name, axis, 0, 1),))
 
 
-@network(rows(3, "a", "b"), rows(3, "b", "c"), rows(3, "c", "d"))
-def deep_chain() -> Net:
-    layers = {"a": nn.Linear(5, 3), "b": nn.Linear(3, 3), "c": nn.Linear(3, 3), "d": nn.Linear(3, 2)}
-    return Net(lambda m, x: m.d(torch.tanh(m.c(F.gelu(m.b(relu(m.a(x))))))), **layers)
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
 
 
-@network(rows(3, "a", "b"), rows(3, "b"), Layer(3, (("c.weight", 1, 0, 1),)))
-def residual() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        h = relu(m.a(x))
-        return m.c(relu(h + m.b(h)))
-
-    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(3, 3), c=nn.Linear(3, 2))
+def residual(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    return m.c(relu(h + m.b(h)))
 
 
-@network(rows(2, "a", "c"), rows(3, "b", "c+2"), Layer(5, (("c.weight", 1, 0, 1),)))
-def concatenated() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(torch.cat([relu(m.a(x)), torch.tanh(m.b(x))], -1))
-
-    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(5, 3), c=nn.Linear(5, 2))
+def dense(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    return m.c(torch.cat([relu(m.b(h)), h], -1))
 
 
-@network(rows(2, "a", "b", "c+3"), rows(3, "b", "c"))
-def dense() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        h = relu(m.a(x))
-        return m.c(torch.cat([relu(m.b(h)), h], -1))
-
-    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(2, 3), c=nn.Linear(5, 2))
+def twice(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    return m.c(torch.cat([h, h.sin()], -1))
 
 
-@network(rows(2, "a"), rows(4, "b", "c"), Layer(4, (("c.weight", 1, 0, 1),)), rows(2, "b", "c+1", start=1))
-def padded() -> Net:
-    """Zeros beside the units of ``a``: the first and the last unit of ``b`` are alike, the others follow ``a``."""
-
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(relu(F.pad(relu(m.a(x)), (1, 1)) + m.b(x)))
-
-    return Net(forward, a=nn.Linear(5, 2), b=nn.Linear(5, 4), c=nn.Linear(4, 2))
+def every_other_unit_written(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h[:, ::2].relu_()
+    return m.c(h)
 
 
-@network(rows(3, "a", "c", "c+3"), rows(3, "a"), Layer(6, (("c.weight", 1, 0, 1),)))
-def twice() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        h = relu(m.a(x))
-        return m.c(torch.cat([h, h.sin()], -1))
-
-    return Net(forward, a=nn.Linear(5, 3), c=nn.Linear(6, 2))
+def unused_sum(m: Any, x: Tensor) -> Tensor:
+    h, g = relu(m.a(x)), relu(m.b(x))
+    _ = (h + g).cumsum(-1)
+    return m.c(h) * m.d(g)
 
 
-@network(rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), Layer(3, (("c.weight", 1, 0, 1),)))
-def gated() -> Net:
-    return Net(
-        lambda m, x: m.c(m.a(x) * torch.sigmoid(m.b(x))), a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2)
-    )
+def products(m: Any, x: Tensor) -> Tensor:
+    return torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x)))
 
 
-@network(rows(3, "a"), Layer(3, (("w", 0, 0, 1),)), Layer(3, (("w", 1, 0, 1),)), Layer(3, (("c.weight", 1, 0, 1),)))
-def beside_identity() -> Net:
-    """``h (W + 1)``: rows and columns of W change places together."""
-
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(relu(relu(m.a(x)) @ (m.w + torch.eye(3, dtype=x.dtype))))
-
-    return Net(forward, a=nn.Linear(5, 3), w=nn.Parameter(torch.randn(3, 3)), c=nn.Linear(3, 2))
+def traces(m: Any, x: Tensor) -> Tensor:
+    g, h = relu(m.a(x)), torch.tanh(m.b(x))
+    return m.c(g) + torch.trace(g.T @ g) + torch.trace(h.T @ m.d @ m.d.T @ h)
 
 
-@network(rows(2, "a", "b"), rows(3, "b", "c"), inputs=(2, 5, 4, 4))
-def convolutions() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(relu(m.b(relu(m.a(x)))).mean((2, 3)))
-
-    return Net(forward, a=nn.Conv2d(5, 2, 3, padding=1), b=nn.Conv2d(2, 3, 3), c=nn.Linear(3, 2))
-
-
-@network(rows(4, "a"), Layer(2, (("a.weight", 0, 0, 2), ("a.bias", 0, 0, 2), ("c.weight", 1, 0, 2))),
-         Layer(4, (("c.weight", 1, 0, 1),)), rows(4, "a", "c"))  # fmt: skip
-def every_other_unit_written() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        h = m.a(x)
-        h[:, ::2].relu_()
-        return m.c(h)
-
-    return Net(forward, a=nn.Linear(5, 4), c=nn.Linear(4, 2))
-
-
-@network(rows(3, "a", "c"), rows(3, "b", "d"))
-def unused_sum() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        h, g = relu(m.a(x)), relu(m.b(x))
-        _ = (h + g).cumsum(-1)
-        return m.c(h) * m.d(g)
-
-    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Linear(3, 2))
-
-
-@network(rows(3, "a"), rows(3, "b"), Layer(3, (("c.weight", 1, 0, 1),)))
-def diagonal_of_products() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x))).diagonal(dim1=1, dim2=2))
-
-    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2))
-
-
-@network(rows(3, "a"), rows(3, "a", start=1), rows(3, "b"), rows(3, "b", start=1), Layer(3, (("c.weight", 1, 0, 1),)))
-def diagonal_beside_the_main_one() -> Net:
-    """Entries ``g_i h_(i+1)``: the last unit of ``g`` and the first one of ``h`` are not read."""
-
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(torch.einsum("bi,bj->bij", relu(m.a(x)), torch.tanh(m.b(x))).diagonal(1, 1, 2))
-
-    return Net(forward, a=nn.Linear(5, 4), b=nn.Linear(5, 4), c=nn.Linear(3, 2))
-
-
-@network(rows(3, "a"), Layer(3, (("w", 0, 0, 1),)), Layer(3, (("w", 1, 0, 1),)), Layer(3, (("c.weight", 1, 0, 1),)))
-def diagonal_of_a_parameter() -> Net:
-    """Rows of a matrix are read by hidden units, and its diagonal beside its columns: both move together."""
-
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.c(relu(m.a(x)) @ m.w * torch.einsum("ii->i", m.w))
-
-    return Net(forward, a=nn.Linear(5, 3), w=nn.Parameter(torch.randn(3, 3)), c=nn.Linear(3, 2))
-
-
-@network(rows(3, "a", "c"), rows(3, "b"))
-def traces() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        g, h = relu(m.a(x)), torch.tanh(m.b(x))
-        return m.c(g) + torch.trace(g.T @ g) + torch.trace(h.T @ m.d @ m.d.T @ h)
-
-    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2), d=nn.Parameter(torch.randn(40, 2)))
-
-
-@network(rows(3, "a"), rows(3, "a", start=3), Layer(3, (("c.weight", 1, 0, 1),)), inputs=(6, 4, 5))
-def convolution_over_tokens() -> Net:
+def convolution_over_tokens(m: Any, x: Tensor) -> Tensor:
     """gMLP: the channels of the convolution are tokens, its positions hidden units."""
-
-    def forward(m: Net, x: Tensor) -> Tensor:
-        u, v = F.gelu(m.a(x)).chunk(2, -1)
-        return m.c(u * m.b(v))
-
-    return Net(forward, a=nn.Linear(5, 6), b=nn.Conv1d(4, 4, 1), c=nn.Linear(3, 2))
+    u, v = F.gelu(m.a(x)).chunk(2, -1)
+    return m.c(u * m.b(v))
 
 
-@network(rows(3, "a", "c"))
-def put_at_points() -> Net:
+def put_at_points(m: Any, x: Tensor) -> Tensor:
     """Units of ``a`` are written at points of the two axes around theirs."""
-
-    def forward(m: Net, x: Tensor) -> Tensor:
-        z = torch.zeros(40, 3, 4, dtype=x.dtype)
-        z[torch.arange(40), :, torch.arange(40) % 4] = relu(m.a(x))
-        return m.c(z.amax(-1))
-
-    return Net(forward, a=nn.Linear(5, 3), c=nn.Linear(3, 2))
+    z = torch.zeros(40, 3, 4, dtype=x.dtype)
+    z[torch.arange(40), :, torch.arange(40) % 4] = relu(m.a(x))
+    return m.c(z.amax(-1))
 
 
-@network(rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), Layer(3, (("c.weight", 1, 0, 1),)))
-def put_into_other_units() -> Net:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        h = relu(m.a(x)).view(8, 5, 3)
-        h = h.index_put((torch.tensor([0, 1, 1]), torch.tensor([4, 2, 3])), m.b(x)[:3])
-        return m.c(h.view(40, 3))
+def put_into_other_units(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x)).view(8, 5, 3)
+    h = h.index_put((torch.tensor([0, 1, 1]), torch.tensor([4, 2, 3])), m.b(x)[:3])
+    return m.c(h.view(40, 3))
 
-    return Net(forward, a=nn.Linear(5, 3), b=nn.Linear(5, 3), c=nn.Linear(3, 2))
+
+network("chain", [rows(3, "a", "b"), rows(2, "b", "c")], lambda m, x: m.c(relu(m.b(relu(m.a(x))))), a=(5, 3), b=(3, 2),
+        c=(2, 2))  # fmt: skip
+network("deep chain", [rows(3, "a", "b"), rows(3, "b", "c"), rows(3, "c", "d")],
+        lambda m, x: m.d(torch.tanh(m.c(F.gelu(m.b(relu(m.a(x))))))), a=(5, 3), b=(3, 3), c=(3, 3),
+        d=(3, 2))  # fmt: skip
+network("residual", [rows(3, "a", "b"), rows(3, "b"), columns(3, "c.weight")], residual, a=(5, 3), b=(3, 3), c=(3, 2))
+network("concatenated", [rows(2, "a", "c"), rows(3, "b", "c+2"), columns(5, "c.weight")],
+        lambda m, x: m.c(torch.cat([relu(m.a(x)), torch.tanh(m.b(x))], -1)), a=(5, 2), b=(5, 3), c=(5, 2))  # fmt: skip
+network("dense", [rows(2, "a", "b", "c+3"), rows(3, "b", "c")], dense, a=(5, 2), b=(2, 3), c=(5, 2))
+# zeros beside the units of ``a``: the first and the last unit of ``b`` are alike, the others follow ``a``
+network("padded", [rows(2, "a"), rows(4, "b", "c"), columns(4, "c.weight"), rows(2, "b", "c+1", start=1)],
+        lambda m, x: m.c(relu(F.pad(relu(m.a(x)), (1, 1)) + m.b(x))), a=(5, 2), b=(5, 4), c=(4, 2))  # fmt: skip
+network("twice", [rows(3, "a", "c", "c+3"), rows(3, "a"), columns(6, "c.weight")], twice, a=(5, 3), c=(6, 2))
+network("gated", [rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), columns(3, "c.weight")],
+        lambda m, x: m.c(m.a(x) * torch.sigmoid(m.b(x))), a=(5, 3), b=(5, 3), c=(3, 2))  # fmt: skip
+# rows and columns of W change places together in ``h (W + 1)``
+network("beside identity", [rows(3, "a"), columns(3, "w", 0), columns(3, "w"), columns(3, "c.weight")],
+        lambda m, x: m.c(relu(relu(m.a(x)) @ (m.w + torch.eye(3, dtype=x.dtype)))), a=(5, 3), w=weight(3, 3),
+        c=(3, 2))  # fmt: skip
+network("convolutions", [rows(2, "a", "b"), rows(3, "b", "c")],
+        lambda m, x: m.c(relu(m.b(relu(m.a(x)))).mean((2, 3))), (2, 5, 4, 4), a=nn.Conv2d(5, 2, 3, padding=1),
+        b=nn.Conv2d(2, 3, 3), c=(3, 2))  # fmt: skip
+network("every other unit written", [
+            rows(4, "a"), Layer(2, (("a.weight", 0, 0, 2), ("a.bias", 0, 0, 2), ("c.weight", 1, 0, 2))),
+            columns(4, "c.weight"), rows(4, "a", "c"),
+        ], every_other_unit_written, a=(5, 4), c=(4, 2))  # fmt: skip
+network("unused sum", [rows(3, "a", "c"), rows(3, "b", "d")], unused_sum, a=(5, 3), b=(5, 3), c=(3, 2), d=(3, 2))
+network("diagonal of products", [rows(3, "a"), rows(3, "b"), columns(3, "c.weight")],
+        lambda m, x: m.c(products(m, x).diagonal(dim1=1, dim2=2)), a=(5, 3), b=(5, 3), c=(3, 2))  # fmt: skip
+# entries ``g_i h_(i+1)``: the last unit of ``g`` and the first one of ``h`` are not read
+network("diagonal beside the main one",
+        [rows(3, "a"), rows(3, "a", start=1), rows(3, "b"), rows(3, "b", start=1), columns(3, "c.weight")],
+        lambda m, x: m.c(products(m, x).diagonal(1, 1, 2)), a=(5, 4), b=(5, 4), c=(3, 2))  # fmt: skip
+# rows of a matrix are read by hidden units, and its diagonal beside its columns: both move together
+network("diagonal of a parameter", [rows(3, "a"), columns(3, "w", 0), columns(3, "w"), columns(3, "c.weight")],
+        lambda m, x: m.c(relu(m.a(x)) @ m.w * torch.einsum("ii->i", m.w)), a=(5, 3), w=weight(3, 3),
+        c=(3, 2))  # fmt: skip
+network("traces", [rows(3, "a", "c"), rows(3, "b")], traces, a=(5, 3), b=(5, 3), c=(3, 2), d=weight(40, 2))
+network("convolution over tokens", [rows(3, "a"), rows(3, "a", start=3), columns(3, "c.weight")],
+        convolution_over_tokens, (6, 4, 5), a=(5, 6), b=nn.Conv1d(4, 4, 1), c=(3, 2))  # fmt: skip
+network("put at points", [rows(3, "a", "c")], put_at_points, a=(5, 3), c=(3, 2))
+network("put into other units", [rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), columns(3, "c.weight")],
+        put_into_other_units, a=(5, 3), b=(5, 3), c=(3, 2))  # fmt: skip
 
 
 def candidates(layers: list[Layer], state: State) -> Iterator[State]:
@@ -270,9 +199,10 @@ def elements(graph: tus.SymmetryGraph) -> Iterator[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_symmetries_are_claimed_and_nothing_else(name: str) -> None:
-    build, layers, make = NETWORKS[name]
+    build, layers, shape = NETWORKS[name]
     torch.manual_seed(0)
-    model, x = build().double(), make()
+    model = build().double()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     graph = tus.discover_symmetries(model, x)
     generator = torch.Generator().manual_seed(1)
     state = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in model.state_dict().items()}
@@ -302,8 +232,7 @@ def test_all_symmetries_are_claimed_and_nothing_else(name: str) -> None:
 def test_units_that_a_wider_kernel_mixes_are_not_claimed() -> None:
     """gMLP with a kernel of three over the hidden units: neighbors are told apart, and none may move."""
     torch.manual_seed(0)
-    layers = {"a": nn.Linear(5, 3), "b": nn.Conv1d(4, 4, 3, padding=1), "c": nn.Linear(3, 2)}
-    model = Net(lambda m, x: m.c(m.b(relu(m.a(x)))), **layers).double()
+    model = Net(lambda m, x: m.c(m.b(relu(m.a(x)))), a=(5, 3), b=nn.Conv1d(4, 4, 3, padding=1), c=(3, 2)).double()
     assert tus.discover_symmetries(model, torch.randn(6, 4, 5, dtype=torch.float64)).permutations == ()
 
 
@@ -312,35 +241,35 @@ def test_units_that_a_wider_kernel_mixes_are_not_claimed() -> None:
 UNITS = 3  # of a hidden layer; two pairs of neighbors generate all of its permutations
 MOST_PLACES = 11  # so that 2 * 2^11 runs are the most that one chain takes
 
-# what follows a hidden layer h of three units: lines of __init__, and the line that makes the next h
-STEPS: list[tuple[tuple[str, ...], str]] = [
-    ((), "h = torch.relu(h)"),
-    ((), "h = torch.tanh(h)"),
-    ((), "h = torch.sigmoid(h) * h"),
-    (("self.{n} = nn.Linear(3, 3)",), "h = self.{n}(h)"),
-    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = torch.relu(self.{n}(h))"),
-    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = h + torch.tanh(self.{n}(h))"),
-    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = F.linear(h, self.{n}.weight + torch.eye(3))"),
-    (("self.{n} = nn.Linear(3, 3, bias=False)",), "h = torch.tanh(h @ self.{n}.weight) @ self.{n}.weight.T"),
-    (("self.{n} = nn.Parameter(torch.randn(3))",), "h = h * self.{n}"),
-    (("self.{n} = nn.Parameter(torch.randn(3))",), "h = torch.relu(h + self.{n})"),
-    (("self.{n} = nn.Parameter(torch.randn(()))",), "h = h * self.{n}"),
-    (("self.{n} = nn.LayerNorm(3)",), "h = self.{n}(h)"),
-    ((), "h = h.softmax(-1)"),
-    ((), "h = h - h.mean(-1, keepdim=True)"),
-    ((), "h = h * h.sum(-1, keepdim=True)"),
-    ((), "h = h / (h.std(-1, keepdim=True) + 1e-5)"),
-    ((), "h = h * torch.tensor([1.0, 1.0, 0.5])"),
-    ((), "h = h.flip(-1) + h"),
-    ((), "h = h.index_select(-1, torch.tensor([2, 0, 1]))"),
-    ((), "h = h.clone()\n        h[:, 0] = 1"),
-    ((), "h.cumsum(-1)"),
-    ((), "h + torch.arange(3)"),
-    ((), "h = h.sort(-1)[0]"),
-    (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(F.pad(h, (0, 1)))"),
-    (("self.{n} = nn.Linear(4, 3, bias=False)",), "h = self.{n}(torch.cat([torch.ones(16, 1), h], 1))"),
-    (("self.{n} = nn.Linear(6, 3, bias=False)",), "h = self.{n}(torch.cat([h, torch.tanh(h)], 1))"),
-    (("self.{n} = nn.Linear(3, 6, bias=False)",), "a, c = self.{n}(h).chunk(2, 1)\n        h = a * torch.sigmoid(c)"),
+# what follows a hidden layer h of three units: its part, and the line that makes the next h
+STEPS = [
+    ("", "h = torch.relu(h)"),
+    ("", "h = torch.tanh(h)"),
+    ("", "h = torch.sigmoid(h) * h"),
+    ("nn.Linear(3, 3)", "h = self.{n}(h)"),
+    ("nn.Linear(3, 3, bias=False)", "h = torch.relu(self.{n}(h))"),
+    ("nn.Linear(3, 3, bias=False)", "h = h + torch.tanh(self.{n}(h))"),
+    ("nn.Linear(3, 3, bias=False)", "h = F.linear(h, self.{n}.weight + torch.eye(3))"),
+    ("nn.Linear(3, 3, bias=False)", "h = torch.tanh(h @ self.{n}.weight) @ self.{n}.weight.T"),
+    ("nn.Parameter(torch.randn(3))", "h = h * self.{n}"),
+    ("nn.Parameter(torch.randn(3))", "h = torch.relu(h + self.{n})"),
+    ("nn.Parameter(torch.randn(()))", "h = h * self.{n}"),
+    ("nn.LayerNorm(3)", "h = self.{n}(h)"),
+    ("", "h = h.softmax(-1)"),
+    ("", "h = h - h.mean(-1, keepdim=True)"),
+    ("", "h = h * h.sum(-1, keepdim=True)"),
+    ("", "h = h / (h.std(-1, keepdim=True) + 1e-5)"),
+    ("", "h = h * torch.tensor([1.0, 1.0, 0.5])"),
+    ("", "h = h.flip(-1) + h"),
+    ("", "h = h.index_select(-1, torch.tensor([2, 0, 1]))"),
+    ("", "h = h.clone()\n        h[:, 0] = 1"),
+    ("", "h.cumsum(-1)"),
+    ("", "h + torch.arange(3)"),
+    ("", "h = h.sort(-1)[0]"),
+    ("nn.Linear(4, 3, bias=False)", "h = self.{n}(F.pad(h, (0, 1)))"),
+    ("nn.Linear(4, 3, bias=False)", "h = self.{n}(torch.cat([torch.ones(16, 1), h], 1))"),
+    ("nn.Linear(6, 3, bias=False)", "h = self.{n}(torch.cat([h, torch.tanh(h)], 1))"),
+    ("nn.Linear(3, 6, bias=False)", "a, c = self.{n}(h).chunk(2, 1)\n        h = a * torch.sigmoid(c)"),
 ]
 
 
@@ -349,10 +278,9 @@ def random_chain(seed: int) -> Module:
     draw = random.Random(seed)
     nodes = [Node(("x",), ("h",), ("h = self.first(x)",), ("self.first = nn.Linear(2, 3)",))]
     for k in range(draw.randint(1, 3)):
-        init, line = draw.choice(STEPS)
-        name = f"p{k}"
-        lines = tuple(part.strip() for part in line.replace("{n}", name).split("\n"))
-        nodes.append(Node(("h",), ("h",), lines, tuple(i.replace("{n}", name) for i in init)))
+        part, line = draw.choice(STEPS)
+        lines = tuple(each.strip() for each in line.replace("{n}", f"p{k}").split("\n"))
+        nodes.append(Node(("h",), ("h",), lines, (f"self.p{k} = {part}",) if part else ()))
     nodes.append(Node(("h",), ("y",), ("y = self.last(torch.atan(h))",), ("self.last = nn.Linear(3, 2)",)))
     inputs = {"x": "torch.randn(16, 2, generator=torch.Generator().manual_seed(0))"}
     return Module(inputs, tuple(nodes), ("y",))

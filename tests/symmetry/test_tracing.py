@@ -19,103 +19,87 @@ from torch.nn import functional as F
 from zoo import Net
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.algebra import Value
 from tu_symmetry.symmetry.operators import RULES
-from tu_symmetry.symmetry.rules import Call
+
+relu = torch.relu
 
 
 def sizes(graph: tus.SymmetryGraph) -> dict[str, int]:
     return {g.name: g.size for g in graph.permutations}
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c, self.d = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(8, 3)
+def verified(model: nn.Module, x: Any, **options: Any) -> tus.SymmetryGraph:
+    """The symmetries of a network, none of which verification pins, and none of whose operators lacks a rule."""
+    graph = tus.discover_symmetries(model, x, **options)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    assert graph.unknown_operators == ()
+    return graph
 
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.a(x))
-        if h.sum() > 0:
-            return self.c(torch.relu(self.b(h)))
-        return self.d(h)
+
+def plain() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 4)
+
+
+# -- branches ---------------------------------------------------------------------------------------------------------
+
+WAYS = {"a": (4, 8), "b": (8, 6), "c": (6, 3), "d": (8, 3)}
+
+
+def branching(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    if h.sum() > 0:
+        return m.c(relu(m.b(h)))
+    return m.d(h)
 
 
 def test_a_branch_is_refused_by_its_line() -> None:
-    with pytest.raises(tus.SymmetryError, match=r"test_tracing.py:\d+ in forward: if h.sum\(\) > 0:"):
-        tus.discover_symmetries(Branching(), torch.randn(2, 4))
+    model, x = Net(branching, **WAYS), torch.randn(2, 4)
+    with pytest.raises(tus.SymmetryError, match=r"test_tracing.py:\d+ in branching: if h.sum\(\) > 0:"):
+        tus.discover_symmetries(model, x)
     with pytest.raises(ValueError, match="branches must be"):
-        tus.discover_symmetries(Branching(), torch.randn(2, 4), branches="guess")  # type: ignore[arg-type]
-
-
-def doubled(method: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
-        return 2 * method(x)
-
-    return forward
-
-
-def test_a_forward_that_reads_the_original_is_refused() -> None:
-    """A function on an instance is not copied with it: all axes would be pinned, as of weights that nothing reads."""
-    net = nn.Sequential(nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 3))
-    x = torch.randn(2, 4)
-    net[0].forward = doubled(net[0].forward)  # type: ignore[method-assign]
-    with pytest.raises(tus.SymmetryError, match=r"0\.forward was set on the instance of Linear .* types\.MethodType"):
-        tus.discover_symmetries(net, x)
-    for held in (lambda z, layer=net[0]: F.linear(z, layer.weight), functools.partial(F.linear, weight=net[0].weight)):
-        net[0].forward = held  # type: ignore[method-assign]
-        with pytest.raises(tus.SymmetryError, match=r"0\.forward was set"):
-            tus.discover_symmetries(net, x)
-
-    def given(layer: nn.Linear, z: Tensor) -> Tensor:
-        return F.linear(z, layer.weight)
-
-    for copied in (types.MethodType(given, net[0]), functools.partial(given, net[0])):
-        net[0].forward = copied  # type: ignore[method-assign]
-        graph = tus.discover_symmetries(net, x)
-        assert {m.parameter for m in graph["0"].members} == {"0.weight", "2.weight"}
-        tus.verify_symmetries(graph, net, x, on_failure="raise")
+        tus.discover_symmetries(model, x, branches="guess")  # type: ignore[arg-type]
 
 
 def test_the_way_of_the_example_is_recorded_on_request() -> None:
-    model, x = Branching(), torch.rand(2, 4)
+    model, x = Net(branching, **WAYS), torch.rand(2, 4)
     with torch.no_grad():
         model.a.bias.fill_(1.0)
-    graph = tus.discover_symmetries(model, x, branches="record")
+    graph = verified(model, x, branches="record")
     assert sizes(graph) == {"b": 6}  # the units of a could meet d, on the other way
     assert graph.unreached == ("d.weight", "d.bias")
     assert graph.branch is not None and "if h.sum() > 0:" in graph.branch
     assert graph.branch in " ".join(str(graph).split())
     assert {p.parameter for p in graph.pinned if "not used" in p.reason} == {"d.weight", "d.bias"}
     assert [g.size for g in graph.scales] == [6]
-    tus.verify_symmetries(graph, model, x)
 
 
-def counting(self: Any, x: Tensor) -> Tensor:
+def counting(m: Any, x: Tensor) -> Tensor:
     """The number of repetitions is read off the data."""
-    h = torch.relu(self.a(x))
+    h = relu(m.a(x))
     for _ in range(int((h > 0).sum().item()) % 3):
         h = 2 * h
-    return self.b(h)
+    return m.d(h)
 
 
-def test_numbers_that_the_program_reads_stay_as_they_are() -> None:
-    model, x = Net(counting, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.randn(3, 4)
-    graph = tus.discover_symmetries(model, x, branches="record")
-    tus.verify_symmetries(graph, model, x)
+def masked(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    return m.d(h[h.sum(1) > 0.5])
+
+
+def toggled(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = m.a(x)
+    return m.d(relu(h)) if x.sum() > 0 else m.d(h)
+
+
+def test_programs_that_read_values_without_a_way_of_their_own() -> None:
+    graph = verified(Net(counting, **WAYS), torch.randn(3, 4), branches="record")
     assert sizes(graph) == {"a": 8}
     assert sum(g.size for g in graph.scales) == 8  # which units are positive is not changed by positive factors
-
-
-def masked(self: Any, x: Tensor) -> Tensor:
-    h = torch.relu(self.a(x))
-    return self.b(h[h.sum(1) > 0.5])
-
-
-def test_sizes_that_only_values_tell_are_no_branch() -> None:
-    model, x = Net(masked, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.randn(9, 4)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
+    graph = verified(Net(masked, **WAYS), torch.randn(9, 4))  # a size that only values tell is no branch
     assert graph.branch is None and sizes(graph) == {"a": 8} and not graph.scales
+    graph = verified(Net(toggled, **WAYS), torch.rand(3, 4), branches="record")  # gradients turned off are no operator
+    assert sizes(graph) == {"a": 8}
 
 
 @pytest.mark.parametrize(
@@ -123,66 +107,99 @@ def test_sizes_that_only_values_tell_are_no_branch() -> None:
 )
 def test_a_branch_on_a_size_that_only_values_tell_is_one(choose: Callable[[Tensor, Tensor], Tensor]) -> None:
     def forward(m: Net, x: Tensor) -> Tensor:
-        h = torch.relu(m.a(x))
-        return m.b(h) if len(choose(h, h.sum(1) > 0.5)) > 2 else m.b(h.flip(1))
+        h = relu(m.a(x))
+        return m.d(h) if len(choose(h, h.sum(1) > 0.5)) > 2 else m.d(h.flip(1))
 
-    model, x = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.randn(9, 4)
+    model, x = Net(forward, **WAYS), torch.randn(9, 4)
     with pytest.raises(tus.SymmetryError, match="branches on the values"):
         tus.discover_symmetries(model, x)
     assert tus.discover_symmetries(model, x, branches="record").branch
 
 
-class Conditional(Branching):
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.a(x))
-        return torch.cond(h.sum() > 0, lambda h: self.c(torch.relu(self.b(h))), lambda h: self.d(h), (h,))
+def conditional(m: Any, x: Tensor) -> Tensor:
+    h = relu(m.a(x))
+    return torch.cond(h.sum() > 0, lambda h: m.c(relu(m.b(h))), lambda h: m.d(h), (h,))
 
 
-def test_both_ways_of_a_cond_count() -> None:
-    model, x = Conditional(), torch.randn(2, 4)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
-    assert sizes(graph) == {"a": 8, "b": 6} and graph.unknown_operators == ()
-    moved = {m.parameter for m in graph["a"].members}
-    assert moved == {"a.weight", "a.bias", "b.weight", "d.weight"}
-
-
-def contexts_pass(self: Any, x: Tensor) -> Tensor:
+def in_context(m: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", enabled=False):
-        h = torch.relu(self.a(x))
-        h = torch.relu(self.b(h))
-    return self.c(h)
+        h = relu(m.b(relu(m.a(x))))
+    return m.c(h)
 
 
-def test_contexts_are_looked_into() -> None:
-    model, x = Net(contexts_pass, a=nn.Linear(4, 8), b=nn.Linear(8, 6), c=nn.Linear(6, 3)), torch.randn(2, 4)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
-    assert sizes(graph) == {"a": 8, "b": 6} and graph.unknown_operators == ()
+def test_both_ways_of_a_cond_and_what_stands_in_a_context_count() -> None:
+    graph = verified(Net(conditional, **WAYS), torch.randn(2, 4))
+    assert sizes(graph) == {"a": 8, "b": 6}
+    assert {m.parameter for m in graph["a"].members} == {"a.weight", "a.bias", "b.weight", "d.weight"}
+    assert sizes(verified(Net(in_context, **WAYS), torch.randn(2, 4))) == {"a": 8, "b": 6}
 
 
-def selected_pass(self: Any, x: Tensor) -> Tensor:
-    """Unit 2 and unit 4 reach the output on their own, one by a slice and one by an index."""
-    h = torch.relu(self.a(x))
-    return self.b(h) + h[:, 2:3] + h[:, 4].unsqueeze(1)
+# -- what is copied and refused ---------------------------------------------------------------------------------------
 
 
-def weighted(self: Any, x: Tensor) -> Tensor:
-    """A vector whose entries are used one by one."""
-    weights = self.weights.softmax(-1)
-    return torch.stack([weights[k] * head(x) for k, head in enumerate(self.heads)]).sum(0)
+def test_a_forward_that_reads_the_original_is_refused() -> None:
+    """A function on an instance is not copied with it: all axes would be pinned, as of weights that nothing reads."""
+    net, x = plain()
+    layer = net[0]
+
+    def closed(x: Tensor) -> Tensor:
+        return 2 * nn.Linear.forward(layer, x)
+
+    def given(layer: nn.Linear, z: Tensor) -> Tensor:
+        return F.linear(z, layer.weight, layer.bias)
+
+    for held in (closed, lambda z: F.linear(z, layer.weight), functools.partial(F.linear, weight=layer.weight)):
+        layer.forward = held  # type: ignore[assignment]
+        with pytest.raises(
+            tus.SymmetryError, match=r"0\.forward was set on the instance of Linear .* types\.MethodType"
+        ):
+            tus.discover_symmetries(net, x)
+    for copied in (types.MethodType(given, layer), functools.partial(given, layer)):
+        layer.forward = copied  # type: ignore[assignment]
+        assert {m.parameter for m in verified(net, x)["0"].members} == {"0.weight", "0.bias", "2.weight"}
+
+
+def test_compiled_networks_are_traced_as_what_was_compiled() -> None:
+    x, hidden = torch.randn(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU())
+    for network in (
+        torch.compile(nn.Sequential(hidden, nn.Linear(8, 3))),
+        nn.Sequential(torch.compile(hidden), nn.Linear(8, 3)),
+    ):
+        graph = verified(network, x)
+        (group,) = graph.permutations
+        assert group.size == 8 and {m.parameter for m in group.members} <= network.state_dict().keys()
+        network.load_state_dict(tus.apply_permutation(graph, tus.random_permutation(graph), network.state_dict()))
+
+
+def test_weights_that_are_no_tensors_are_refused_in_words() -> None:
+    class Packed(nn.Linear):
+        def get_extra_state(self) -> tuple[int, ...]:
+            return (1, 2)
+
+    with pytest.raises(tus.SymmetryError, match=r"0\._extra_state.* no tensor .*quantized"):
+        tus.discover_symmetries(nn.Sequential(Packed(4, 3)), torch.randn(2, 4))
+
+
+# -- units by position, noise, constants ------------------------------------------------------------------------------
 
 
 def test_units_that_are_selected_by_position_stay() -> None:
-    model, x = Net(selected_pass, a=nn.Linear(4, 7), b=nn.Linear(7, 2)), torch.randn(5, 4)
-    graph = tus.discover_symmetries(model, x)
+    """Unit 2 and unit 4 reach the output on their own, one by a slice and one by an index."""
+
+    def selected(m: Any, x: Tensor) -> Tensor:
+        h = relu(m.a(x))
+        return m.b(h) + h[:, 2:3] + h[:, 4].unsqueeze(1)
+
+    def weighted(m: Any, x: Tensor) -> Tensor:
+        weights = m.weights.softmax(-1)
+        return torch.stack([weights[k] * head(x) for k, head in enumerate(m.heads)]).sum(0)
+
+    graph = verified(Net(selected, a=(4, 7), b=(7, 2)), torch.randn(5, 4))
     assert sizes(graph) == {"a": 5}
     assert set(graph["a"].members[0].index.flatten().tolist()) == {0, 1, 3, 5, 6}
-    for seed in range(5):
-        tus.verify_symmetries(graph, model, x, seed=seed)
-    assert not tus.discover_symmetries(
-        Net(weighted, weights=nn.Parameter(torch.randn(3)), heads=nn.ModuleList(nn.Linear(4, 2) for _ in range(3))), x
-    ).permutations
+    heads = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+    model = Net(weighted, weights=nn.Parameter(torch.randn(3)), heads=heads)
+    assert not tus.discover_symmetries(model, torch.randn(5, 4)).permutations
 
 
 class Stochastic(nn.Module):
@@ -193,51 +210,62 @@ class Stochastic(nn.Module):
         self.mean, self.rho = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.randn(outputs, inputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ (self.mean + nn.functional.softplus(self.rho) * torch.randn_like(self.mean)).T
+        return x @ (self.mean + F.softplus(self.rho) * torch.randn_like(self.mean)).T
 
 
-def test_a_mean_and_its_deviation_move_together() -> None:
-    model, x = nn.Sequential(Stochastic(4, 8), nn.ReLU(), Stochastic(8, 3)), torch.randn(5, 4)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
+def shared_noise(m: Any, x: Tensor) -> Tensor:
+    """One draw serves two layers, so their units cannot be permuted apart."""
+    noise = torch.randn(6)
+    return m.c(torch.cat([torch.tanh(m.a(x) + noise), torch.tanh(m.b(x) * noise)], 1))
+
+
+def noisy(m: Any, x: Tensor) -> Tensor:
+    """Noise in place, and with parameters of its own."""
+    h = torch.distributions.Normal(m.a(x), torch.ones(8)).rsample()
+    h = h + torch.empty(8).normal_() * m.p
+    return m.d(relu(h) * torch.bernoulli(torch.sigmoid(m.p)))
+
+
+def test_noise_moves_with_what_it_meets() -> None:
+    graph = verified(nn.Sequential(Stochastic(4, 8), nn.ReLU(), Stochastic(8, 3)), torch.randn(5, 4))
     (group,) = graph.permutations
     assert {(m.parameter, m.axis) for m in group.members} == {("0.mean", 0), ("0.rho", 0), ("2.mean", 1), ("2.rho", 1)}
     assert not graph.scales  # a softplus fixes the scale of what it deviates
-
-
-def shared_noise(self: Any, x: Tensor) -> Tensor:
-    """One draw serves two layers, so their units cannot be permuted apart."""
-    noise = torch.randn(6)
-    return self.c(torch.cat([torch.tanh(self.a(x) + noise), torch.tanh(self.b(x) * noise)], 1))
-
-
-def test_noise_that_is_used_twice_ties_its_users() -> None:
-    graph = tus.discover_symmetries(
-        Net(shared_noise, a=nn.Linear(4, 6), b=nn.Linear(4, 6), c=nn.Linear(12, 2)), torch.randn(3, 4)
-    )
+    graph = tus.discover_symmetries(Net(shared_noise, a=(4, 6), b=(4, 6), c=(12, 2)), torch.randn(3, 4))
     (group,) = graph.permutations
     assert {m.parameter for m in group.members} == {"a.weight", "a.bias", "b.weight", "b.bias", "c.weight"}
+    graph = verified(Net(noisy, **WAYS, p=nn.Parameter(torch.rand(8))), torch.randn(5, 4))
+    assert list(sizes(graph).values()) == [8]
 
 
-def test_noise_in_place_and_with_parameters_of_its_own() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.p, self.b = nn.Linear(4, 8), nn.Parameter(torch.rand(8)), nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.distributions.Normal(self.a(x), torch.ones(8)).rsample()
-            h = h + torch.empty(8).normal_() * self.p
-            return self.b(torch.relu(h) * torch.bernoulli(torch.sigmoid(self.p)))
-
-    model, x = Net(), torch.randn(5, 4)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
-    assert graph.unknown_operators == () and list(sizes(graph).values()) == [8]
+def own_constants(m: Any, x: Tensor) -> Tensor:
+    """Makes tensors of the default precision, and holds one that is no buffer."""
+    state = torch.zeros(len(x), 4)
+    for t in range(x.shape[1]):
+        state = m.cell(x[:, t], state)
+    kept = torch.zeros(len(x), 4)
+    kept[:, :] = state * m.held[0]
+    return m.head(kept) * torch.tensor([0.1, 0.1])
 
 
-def plain() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), torch.randn(3, 4)
+def test_constants_of_single_precision_do_not_round_what_is_verified() -> None:
+    model = Net(own_constants, cell=nn.RNNCell(3, 4), head=(4, 2), held=[torch.ones(4)])
+    assert list(sizes(verified(model, torch.randn(2, 3, 3))).values()) == [4]
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_masks_may_be_joined_and_spectral_norms_are_followed() -> None:
+    def joined(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        return m.d(torch.where((h > 0) & (h < 1) | (h > 2), h, 0.0))
+
+    assert sizes(verified(Net(joined, **WAYS), torch.randn(2, 4))) == {"a": 8}
+    first = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 5))
+    graph = verified(nn.Sequential(first, nn.ReLU(), nn.Linear(5, 2)), torch.randn(2, 3))
+    assert [g.size for g in graph.permutations] == [5]
+
+
+# -- groups by hand ---------------------------------------------------------------------------------------------------
 
 
 def test_groups_are_left_out_by_name() -> None:
@@ -267,30 +295,30 @@ def test_a_group_by_hand_is_verified_before_it_moves_anything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "message"),
+    ("name", "axes", "message"),
     [
-        ({"0.weight": 0, "9.weight": 1}, "not in the state dict"),
-        ({}, "not in the state dict"),
-        ({"0.weight": 0, "2.weight": 0}, "must have one size"),
-        ({"2.weight": 1}, "already moved by the group '0'"),
+        ("mine", {"0.weight": 0, "9.weight": 1}, "not in the state dict"),
+        ("mine", {}, "not in the state dict"),
+        ("mine", {"0.weight": 0, "2.weight": 0}, "must have one size"),
+        ("mine", {"2.weight": 1}, "already moved by the group '0'"),
+        ("0", {"0.weight": 0}, "is taken"),
     ],
 )
-def test_groups_by_hand_that_make_no_sense(axes: dict[str, int], message: str) -> None:
+def test_groups_by_hand_that_make_no_sense(name: str, axes: dict[str, int], message: str) -> None:
     model, x = plain()
-    graph = tus.discover_symmetries(model, x)
     with pytest.raises(tus.SymmetryError, match=message):
-        graph.with_permutation("mine", axes)
-    with pytest.raises(tus.SymmetryError, match="is taken"):
-        graph.with_permutation("0", {"0.weight": 0})
+        tus.discover_symmetries(model, x).with_permutation(name, axes)
 
 
 def test_graphs_are_copied_and_pickled_without_the_model() -> None:
     model, x = plain()
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
+    graph = verified(model, x)
     for copied in (pickle.loads(pickle.dumps(graph)), copy.deepcopy(graph)):
         assert copied.verified and str(copied) == str(graph)
         tus.apply_permutation(copied, tus.random_permutation(copied), model.state_dict())
+
+
+# -- networks and rules that break down -------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("tu_symmetry_tests::only_single", mutates_args=())
@@ -301,112 +329,31 @@ def only_single(x: Tensor) -> Tensor:
     return x * 2
 
 
-@only_single.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
+only_single.register_fake(torch.empty_like)
 
 
-class OnlySingle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return only_single(self.second(torch.relu(self.first(x))))
+def fused(m: Any, x: Tensor) -> Tensor:
+    return only_single(m.second(relu(m.first(x))))
 
 
 def test_a_network_that_cannot_run_in_double_precision_is_verified_in_single() -> None:
-    x = torch.randn(2, 3)
-    graph = tus.discover_symmetries(OnlySingle(), x)
-    tus.verify_symmetries(graph, OnlySingle(), x, on_failure="raise")
+    model, x = Net(fused, first=(3, 4), second=(4, 2)), torch.randn(2, 3)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
     assert graph.verified and [g.size for g in graph.permutations] == [4]
     wrong = graph.without("first").with_permutation("mine", {"first.weight": 0, "second.weight": 1})
-    with pytest.raises(tus.SymmetryError, match=r"'mine' is no symmetry.*3e-05|'mine' is no symmetry"):
+    with pytest.raises(tus.SymmetryError, match="'mine' is no symmetry"):
         wrong.require_verified()
 
 
 def test_a_network_that_does_not_run_is_named_by_verification() -> None:
-    class Net(OnlySingle):
-        fails = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.fails:
-                raise RuntimeError("no such device")
-            return super().forward(x)
-
-    model, x = Net(), torch.randn(2, 3)
-    graph = tus.discover_symmetries(model, x)
-    Net.fails = True
-    with pytest.raises(tus.SymmetryError, match=r"does not run on the CPU.*no such device"):
+    fails: list[int] = []
+    model = Net(lambda m, x: fused(m, x) if not fails else 1 / 0, first=(3, 4), second=(4, 2))
+    graph = tus.discover_symmetries(model, torch.randn(2, 3))
+    fails.append(1)
+    with pytest.raises(tus.SymmetryError, match="does not run on the CPU"):
         graph.require_verified()
     assert not graph.verified
-
-
-def test_masks_may_be_joined() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.first(x)
-            return self.second(torch.where((hidden > 0) & (hidden < 1) | (hidden > 2), hidden, 0.0))
-
-    graph = tus.discover_symmetries(Net(), torch.randn(2, 3))
-    graph.require_verified()
-    assert not graph.unknown_operators
-    assert [g.size for g in graph.permutations] == [4]
-
-
-class OwnConstants(nn.Module):
-    """Makes tensors of the default precision, and holds one that is no buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.RNNCell(3, 4), nn.Linear(4, 2)
-        self.held = torch.ones(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = torch.zeros(len(x), 4)
-        for t in range(x.shape[1]):
-            state = self.cell(x[:, t], state)
-        kept = torch.zeros(len(x), 4)
-        kept[:, :] = state * self.held
-        return self.head(kept) * torch.tensor([0.1, 0.1])
-
-
-def test_constants_of_single_precision_do_not_round_what_is_verified() -> None:
-    graph = tus.discover_symmetries(OwnConstants(), torch.randn(2, 3, 3))
-    graph.require_verified()
-    assert [g.size for g in graph.permutations] == [4]
-    assert torch.get_default_dtype() == torch.float32
-
-
-def test_spectral_normalization_is_followed() -> None:
-    first = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 5))
-    graph = tus.discover_symmetries(nn.Sequential(first, nn.ReLU(), nn.Linear(5, 2)), torch.randn(2, 3))
-    graph.require_verified()
-    assert [g.size for g in graph.permutations] == [5]
-    assert not graph.unknown_operators
-
-
-def test_a_rule_that_breaks_down_pins_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(call: Call) -> Value:
-        raise IndexError("no such axis")
-
-    def short(call: Call) -> Value:
-        value: Value = call["self"]
-        return replace(value, shape=value.shape[:-1])
-
-    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-    for rule, said in ((broken, "IndexError: no such axis"), (short, "ValueError: a value of shape")):
-        monkeypatch.setitem(RULES, "aten.tanh", rule)
-        graph = tus.discover_symmetries(model, torch.randn(2, 3))
-        graph.require_verified()
-        assert [g.size for g in graph.permutations] == [4]
-        (named,) = graph.unknown_operators
-        assert named.startswith("aten.tanh (its rule failed with ") and said in named
-        assert any(p.parameter == "2.weight" and "aten.tanh" in p.reason for p in graph.pinned)
 
 
 class Forgetful(nn.Module):
@@ -420,7 +367,7 @@ class Forgetful(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         Forgetful.calls += 1
-        return self.second(torch.relu(self.first(x))) * (2.0 if Forgetful.calls == 2 else 1.0)
+        return self.second(relu(self.first(x))) * (2.0 if Forgetful.calls == 2 else 1.0)
 
 
 def test_outputs_that_differ_are_never_passed_over() -> None:
@@ -432,27 +379,22 @@ def test_outputs_that_differ_are_never_passed_over() -> None:
         assert not graph.verified
 
 
-def test_compiled_networks_are_traced_as_what_was_compiled() -> None:
-    x, hidden = torch.randn(2, 4), nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    for network in (
-        torch.compile(nn.Sequential(hidden, nn.Linear(8, 3))),
-        nn.Sequential(torch.compile(hidden), nn.Linear(8, 3)),
-    ):
-        graph = tus.discover_symmetries(network, x)
-        tus.verify_symmetries(graph, network, x, on_failure="raise")
-        (group,) = graph.permutations
-        assert group.size == 8 and {m.parameter for m in group.members} <= network.state_dict().keys()
-        moved = tus.apply_permutation(graph, tus.random_permutation(graph), network.state_dict())
-        network.load_state_dict(moved)
+def test_a_rule_that_breaks_down_pins_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: Any) -> Any:
+        raise IndexError("no such axis")
 
+    def short(call: Any) -> Any:
+        return replace(call["self"], shape=call["self"].shape[:-1])
 
-def test_weights_that_are_no_tensors_are_refused_in_words() -> None:
-    class Packed(nn.Linear):
-        def get_extra_state(self) -> tuple[int, ...]:
-            return (1, 2)
-
-    with pytest.raises(tus.SymmetryError, match=r"0\._extra_state.* no tensor .*quantized"):
-        tus.discover_symmetries(nn.Sequential(Packed(4, 3)), torch.randn(2, 4))
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    for rule, said in ((broken, "IndexError: no such axis"), (short, "ValueError: a value of shape")):
+        monkeypatch.setitem(RULES, "aten.tanh", rule)
+        graph = tus.discover_symmetries(model, torch.randn(2, 3))
+        graph.require_verified()
+        assert [g.size for g in graph.permutations] == [4]
+        (named,) = graph.unknown_operators
+        assert named.startswith("aten.tanh (its rule failed with ") and said in named
+        assert any(p.parameter == "2.weight" and "aten.tanh" in p.reason for p in graph.pinned)
 
 
 # -- recorded programs ------------------------------------------------------------------------------------------------
@@ -472,13 +414,11 @@ def test_numbers_that_leave_a_recorded_program_are_no_constants(leave: str) -> N
     """The largest unit is a factor: permutations leave it alone, and positive factors do not."""
 
     def forward(m: Net, x: Tensor) -> Tensor:
-        h = torch.relu(m.a(x)) if x.sum() > 0 else m.a(x)
-        return m.b(h * LEAVES[leave](h.amax(1, keepdim=True)).to(h))
+        h = relu(m.a(x)) if x.sum() > 0 else m.a(x)
+        return m.d(h * LEAVES[leave](h.amax(1, keepdim=True)).to(h))
 
-    model, x = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.rand(3, 4)
-    graph = tus.discover_symmetries(model, x, branches="record")
+    graph = verified(Net(forward, **WAYS), torch.rand(3, 4), branches="record")
     assert sizes(graph) == {"a": 8} and len(graph.scales) == (leave == "data")  # the largest unit and all others alike
-    tus.verify_symmetries(graph, model, x, on_failure="raise")
 
 
 def routed(m: Net, x: Tensor) -> Tensor:
@@ -487,44 +427,28 @@ def routed(m: Net, x: Tensor) -> Tensor:
     out, hit = torch.zeros(len(x), 3).to(x), F.one_hot(chosen, 3).permute(2, 1, 0)
     for expert in (hit.sum((-1, -2)) > 0).nonzero():
         rank, token = torch.where(hit[expert[0]])
-        up = torch.relu(F.linear(x[token], m.up.weight.view(3, 6, 4)[expert[0]]))
+        up = relu(F.linear(x[token], m.up.weight.view(3, 6, 4)[expert[0]]))
         down = F.linear(up, m.down.weight.view(3, 3, 6)[expert[0]]) * weights[token, rank, None]
         out.index_add_(0, token, down)
     return out
 
 
 def test_experts_in_a_loop_over_those_that_were_hit_are_recorded() -> None:
-    model = Net(routed, router=nn.Linear(4, 3), up=nn.Linear(4, 18, bias=False), down=nn.Linear(6, 9, bias=False))
+    model = Net(routed, router=(4, 3), up=nn.Linear(4, 18, bias=False), down=nn.Linear(6, 9, bias=False))
     x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     with pytest.raises(tus.SymmetryError, match="for expert in"):
         tus.discover_symmetries(model, x)
-    graph = tus.discover_symmetries(model, x, branches="record")
-    assert graph.unknown_operators == () and any(g.size == 6 for g in graph.permutations)
-    tus.verify_symmetries(graph, model, x, on_failure="raise")
-    for seed in (0, 1):
-        assert not judge(graph, model, (x,), seed=seed).wrong
+    graph = verified(model, x, branches="record")
+    assert any(g.size == 6 for g in graph.permutations)
+    assert not judge(graph, model, (x,)).wrong
 
 
 @pytest.mark.parametrize("sort", [True, False])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_packed_sequence_is_an_input(layer: type[nn.RNNBase], sort: bool) -> None:
-    model = Net(lambda m, x: m.c(m.r(x)[0].data), r=layer(5, 6), c=nn.Linear(6, 3))
+    model = Net(lambda m, x: m.c(m.r(x)[0].data), r=layer(5, 6), c=(6, 3))
     lengths = torch.tensor([4, 3, 2] if sort else [3, 4, 2])
     x = nn.utils.rnn.pack_padded_sequence(torch.randn(4, 3, 5), lengths, enforce_sorted=sort)
     with pytest.raises(tus.SymmetryError, match="record"):
         tus.discover_symmetries(model, (x,))
-    graph = tus.discover_symmetries(model, (x,), branches="record")
-    assert graph.unknown_operators == () and sizes(graph) == {"r": 6}
-    tus.verify_symmetries(graph, model, (x,), on_failure="raise")
-
-
-def test_gradients_that_are_turned_off_and_on_are_no_operator() -> None:
-    def forward(m: Net, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            h = m.a(x)
-        return m.b(torch.relu(h)) if x.sum() > 0 else m.b(h)
-
-    graph = tus.discover_symmetries(
-        Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3)), torch.rand(3, 4), branches="record"
-    )
-    assert graph.unknown_operators == () and sizes(graph) == {"a": 8}
+    assert sizes(verified(model, (x,), branches="record")) == {"r": 6}

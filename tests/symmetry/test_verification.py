@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,40 +14,20 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import Net
+from zoo import Net, discovered
 
 import tu_symmetry as tus
-from tu_symmetry.alignment.merging import permutations_alone
-from tu_symmetry.symmetry import verification
 from tu_symmetry.symmetry.groups import PermutationMember, ScaleTerm
-from tu_symmetry.symmetry.running import precision
-from tu_symmetry.symmetry.running import probe as probe_module
-from tu_symmetry.symmetry.running.comparison import Reference
-from tu_symmetry.symmetry.running.probe import Probe
-from tu_symmetry.symmetry.running.weights import Noise, random_state
+from tu_symmetry.symmetry.running import precision, probe
+from tu_symmetry.symmetry.running.weights import random_state
 
-FAST = {
-    "mlp_relu",
-    "mlp_mixed",
-    "cnn_flatten",
-    "GroupedConv",
-    "CellLoop",
-    "InterleavedRotary",
+FAST = {"mlp_relu", "mlp_mixed", "cnn_flatten", "GroupedConv", "CellLoop", "InterleavedRotary"} | {
     "AffineAfterActivation",
     "MultiScaleLinearAttention",
 }
 zoo = pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=[] if c.name in FAST else [pytest.mark.slow]) for c in CASES]
 )
-_GRAPHS: dict[str, tuple[nn.Module, tus.SymmetryGraph]] = {}
-
-
-def discovered(case: Case) -> tuple[nn.Module, tus.SymmetryGraph]:
-    if case.name not in _GRAPHS:
-        torch.manual_seed(0)
-        model = case.build().double().eval()
-        _GRAPHS[case.name] = model, tus.discover_symmetries(model, case.inputs())
-    return _GRAPHS[case.name]
 
 
 def terms(graph: tus.SymmetryGraph, groups: Sequence[tus.symmetry.ScaleGroup]) -> dict[str, tuple[ScaleTerm, ...]]:
@@ -167,23 +146,6 @@ def test_blocks_of_a_nested_group_are_moved_apart_from_each_other() -> None:
     )
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 21])
-def test_passes_move_each_of_two_groups_without_the_other(count: int) -> None:
-    member = PermutationMember("w", 0, torch.arange(2).unsqueeze(1))
-    groups = [
-        tus.symmetry.PermutationGroup(str(k), 2, (member,), None, (3,) if k % 4 == 3 else ()) for k in range(count)
-    ]
-    plans = list(verification._passes(groups, torch.Generator().manual_seed(0)))
-    moving = torch.stack([torch.cat([p.moving[g].flatten() for g in groups]) for p in plans])
-    atoms = moving.shape[1]
-    passes = len(plans) - 4
-    assert passes == 0 or math.comb(passes - 1, (passes - 1) // 2) < atoms  # Sperner: fewer cannot do it
-    for a in range(atoms):
-        assert moving[:, a].any()
-        for b in range(atoms):
-            assert a == b or (moving[:, a] & ~moving[:, b]).any(), (a, b)
-
-
 def wide(units: int, layers: int = 3) -> tuple[nn.Module, Tensor]:
     """Layers of so many units each with a normalization, whose scales hold up to its epsilon."""
     torch.manual_seed(0)
@@ -196,7 +158,7 @@ def wide(units: int, layers: int = 3) -> tuple[nn.Module, Tensor]:
     return model, x
 
 
-@pytest.mark.parametrize("units", [verification.FEW - 1, verification.FEW, 40])
+@pytest.mark.parametrize("units", [7, 8, 40])
 def test_halves_of_symmetries_of_many_units_are_refused_by_name_however_many_they_are(units: int) -> None:
     model, x = wide(units)
     graph = tus.discover_symmetries(model, x)
@@ -206,29 +168,6 @@ def test_halves_of_symmetries_of_many_units_are_refused_by_name_however_many_the
     with pytest.warns(tus.SymmetryWarning):
         tus.verify_symmetries(claim, model, x)
     assert not claim.permutations and set(claim.failed) == {half.name for half in named}
-
-
-def test_many_units_take_no_passes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[bool] = []
-    attempt = Probe._attempt
-    monkeypatch.setattr(Probe, "_attempt", lambda self, *a, **k: runs.append(self._guarded) or attempt(self, *a, **k))
-    model, x = wide(verification.FEW, layers=12)
-    graph = tus.discover_symmetries(model, x)
-    assert len(graph.permutations) == 12 and graph.normalizations
-    runs.clear()
-    tus.verify_symmetries(graph, model, x, on_failure="raise")
-    # each half: the outputs, once more under noise, two passes; and once the same again
-    assert runs == [False] * 5 + [True] * 4
-    assert len(list(verification._passes(graph.permutations, torch.Generator()))) == 4
-
-
-def test_elements_move_every_block_of_a_pass_and_no_other() -> None:
-    index = torch.arange(6).reshape(3, 2, 1)
-    group = tus.symmetry.PermutationGroup("g", 2, (PermutationMember("w", 0, index),), None, (3,))
-    mask = torch.tensor([True, False, True])
-    for cycles in (True, False):
-        element = verification._draw([group], verification._Pass({group: mask}, cycles), torch.Generator())
-        assert element[group].tolist() == [[1, 0], [0, 1], [1, 0]]
 
 
 # -- what becomes of groups that fail -----------------------------------------------------------------------------
@@ -256,13 +195,10 @@ def planted(graph: tus.SymmetryGraph, wrong: set[str]) -> tus.SymmetryGraph:
 
 
 @pytest.mark.parametrize("wrong", [{"8"}, {"0", "2"}, {"4", "6", "22"}, {str(2 * k) for k in range(12)}], ids=len)
-def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str]) -> None:
     model, x = chain(12)
     graph = planted(tus.discover_symmetries(model, x), wrong)
     right = {g.name: g for g in graph.permutations if g.name not in wrong}
-    runs = []
-    run = Probe.run
-    monkeypatch.setattr(Probe, "run", lambda self, state: runs.append(1) or run(self, state))
     with pytest.warns(tus.SymmetryWarning) as told:
         tus.verify_symmetries(graph, model, x)
     named = [name for name in wrong if f"permutation group {name!r}" in str(told[0].message)]
@@ -270,7 +206,6 @@ def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str], monkeypatch: 
     assert f"{len(wrong)} of the 24 symmetry groups" in str(told[0].message)
     assert graph.verified and graph.failed.keys() == wrong
     assert {g.name: g for g in graph.permutations} == right and len(graph.scales) == 12  # scales of these names hold
-    assert len(runs) < 60 + 10 * len(wrong)
     report = str(graph)
     assert all(f"{name}: failed verification: outputs changed by" in " ".join(report.split()) for name in wrong)
     state = dict(model.state_dict())
@@ -374,27 +309,6 @@ def test_an_error_in_one_entry_beside_large_ones_is_seen() -> None:
     graph = only(tus.discover_symmetries(model, x))
     wrong = graph.with_permutation("mine", {"a.weight": 0, "a.bias": 0, "b.weight": 1})  # c is left behind
     assert "'mine'" in refused(wrong, model, x)
-
-
-def test_sensitivity_is_each_entrys_own() -> None:
-    before = [torch.tensor([1.0, 1e9, 0.0, -torch.inf], dtype=torch.float64)]
-    reference = Reference(before)
-    noise = 1e-14
-    reference.change(before, [before[0] + noise * torch.tensor([2.0, 0.0, 0.0, 0.0], dtype=torch.float64)], noise)
-    assert torch.allclose(reference.sensitivity[0], torch.tensor([2.0, 0, 0, 0], dtype=torch.float64), rtol=0.05)
-    eps = torch.finfo(torch.float64).eps
-    for entry, change, holds in (
-        (0, 1e-9, True),
-        (0, 3e-9, False),
-        (1, 1e-6, True),
-        (1, 1e-3, False),
-        (2, 1e-13, True),  # no more than the noise made of another sample
-        (2, 1e-11, False),
-        (3, torch.inf, False),
-    ):
-        moved = before[0].clone()
-        moved[entry] += change
-        assert reference.difference([moved], 1e-9, epsilon=eps).holds is holds, (entry, change)
 
 
 @pytest.mark.parametrize(
@@ -617,9 +531,6 @@ def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has(
     graph = graph.without(*{g.name for g in graph.groups()})
     right = graph.with_permutation("a", {"a.weight": 0, "a.bias": 0, "up": 1})
     tus.verify_symmetries(right, model, x)
-    probe = Probe.of(model, x)
-    probe.run(model.state_dict())
-    assert probe.epsilon == torch.finfo(torch.float32).eps
     state = dict(model.state_dict())
     assert tus.certify(right, state, tus.apply_permutation(right, tus.random_permutation(right), state)).holds
     assert "'mine'" in refused(graph.with_permutation("mine", {"a.weight": 0, "up": 1}), model, x)  # forgets the bias
@@ -637,48 +548,14 @@ def test_right_claims_never_warn() -> None:
 
 
 @zoo
-def test_weights_that_are_widened_where_they_are_used_give_the_same_outputs(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, graph = discovered(case)
-    half = random_state(model, torch.Generator().manual_seed(2), dtype=torch.float16)
-    assert graph.probe is not None
-    network = graph.probe.given(graph.probe.args, graph.probe.kwargs)
-    assert not network.large(half)
-    wide = {n: t.double() if t.is_floating_point() else t for n, t in half.items()}
-    expected = network.run(wide)
-    monkeypatch.setattr(probe_module, "LARGE", 0)
-    assert network.large(half)
-    for found, wanted in zip(network.run(half), expected, strict=True):
-        assert found.dtype == wanted.dtype
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13, equal_nan=True)  # half would be 1e-4
-    if case.name not in ("Recurrent", "BidirectionalLSTM"):  # their one operator wants all tensors in one precision
-        assert network.large(half), "weights were copied"
-        noise = network.run(half, noise=Noise(lambda name: 1e-6, torch.Generator().manual_seed(0)))
-        assert any(not torch.equal(a, b) for a, b in zip(noise, expected, strict=True) if a.is_floating_point())
-        close = [(a, b) for a, b in zip(noise, expected, strict=True) if a.is_floating_point()]
-        assert all(float((a - b).norm()) < 1e-3 * float(b.norm()) for a, b in close)
-
-
-@zoo
 def test_large_networks_are_verified_and_certified_like_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right groups pass, and one that is split in two does not, with weights in half precision that change places."""
     model, graph = discovered(case)
-    alone = permutations_alone(graph)
+    alone = graph.without(*(g.name for g in (*graph.scales, *graph.normalizations)))
     if not alone.permutations:
         pytest.skip("nothing to permute")
-    monkeypatch.setattr(probe_module, "LARGE", 0)
-    drawn: list[torch.dtype] = []
-    real = Probe.random_state
-
-    def noted(self: Probe, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        state = real(self, *args, **kwargs)
-        drawn.extend(t.dtype for t in state.values())
-        return state
-
-    monkeypatch.setattr(Probe, "random_state", noted)
+    monkeypatch.setattr(probe, "LARGE", 0)
     tus.verify_symmetries(alone, model, case.inputs(), on_failure="raise")
-    assert torch.float16 in drawn, "vacuous"
     for group in [g for g in alone.permutations if len(g.members) > 1][:2]:
         refused(only(alone, *(replace(g, parent=None) for g in split(group))), model, case.inputs())
     generator = torch.Generator().manual_seed(1)
@@ -704,9 +581,7 @@ def test_a_tensor_that_would_fill_the_memory_is_refused_in_words(monkeypatch: py
     model, x = Net(durations, first=nn.Linear(3, 8), length=nn.Linear(8, 1)), torch.randn(4, 3)
     graph = tus.discover_symmetries(model, x)
     monkeypatch.setattr(precision, "free_memory", lambda device: 4 * 8 * 1999)
-    with pytest.raises(
-        tus.SymmetryError, match=r"makes a tensor of shape \(2000,\).*were free.*smaller example inputs"
-    ):
+    with pytest.raises(tus.SymmetryError, match=r"makes a tensor of shape \(2000,\).*were free"):
         tus.verify_symmetries(graph, model, x)
     assert not graph.verified
     monkeypatch.setattr(precision, "free_memory", lambda device: 4 * 8 * 2000)

@@ -9,7 +9,7 @@ from jsonargparse import ArgumentParser
 
 from tu_symmetry.cli import main
 from tu_symmetry.configs import ConfigError
-from tu_symmetry.tables.folders import add_folders, with_folders
+from tu_symmetry.tables.functions import add_folders, with_folders
 from tu_symmetry.tables.outcome import Outcome
 
 

@@ -1,18 +1,16 @@
 """Every kind of run that stores a posterior, killed at any moment and started again by the same command: the same end.
 
 A cut is made in a process of its own, where the n-th file that it writes ends it, just before or after the file takes
-its name; or by a signal after some time.
+its name.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +22,6 @@ from recipe_runs import plant_images
 from rich.console import Console
 from torch import Tensor
 
-from tu_symmetry.cli import main
 from tu_symmetry.files import read_safetensors
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
@@ -33,14 +30,13 @@ from tu_symmetry.tables.commands import run_commands
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")]
 
 OUT = "$root/$name"
-MLP = {
-    "class_path": "tu_symmetry.tables.models.MLP",
-    "init_args": {"in_features": 64, "num_classes": 10, "hidden": [5]},
-}
 
 
 def made(path: str, **arguments: Any) -> dict[str, Any]:
     return {"class_path": path, "init_args": arguments}
+
+
+MLP = made("tu_symmetry.tables.models.MLP", in_features=64, num_classes=10, hidden=[5])
 
 
 def callback(name: str, **arguments: Any) -> dict[str, Any]:
@@ -60,7 +56,6 @@ def trained(**arguments: Any) -> dict[str, Any]:
     return {"num_classes": 10, "loss": {"class_path": "torch.nn.CrossEntropyLoss"}, "model": MLP, **arguments}
 
 
-MLP = made("tu_symmetry.tables.models.MLP", in_features=64, num_classes=10, hidden=[5])
 SGD = made("torch.optim.SGD", lr=0.05)
 COMPACT = callback(
     "FitCompactPosterior", q_d=f"{OUT}/q_d.safetensors", q_r=f"{OUT}/q_r.safetensors", samples=f"{OUT}/samples"
@@ -294,44 +289,3 @@ def test_a_run_that_is_killed_at_a_file_comes_to_the_same_end(
         run(folder, out, images)
         assert_same(whole, result(out), f"{kind}, cut {when} file {n} of {count}")
         assert not [p for p in (out / "run").rglob("*.tmp")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_killed_at_any_moment_comes_to_the_same_end(
-    kind: str, tmp_path: Path, images: Path, request: pytest.FixtureRequest
-) -> None:
-    """Six moments each; every other run is killed a second time, while it resumes."""
-    if done_elsewhere(request):
-        return
-    draw = random.Random(kind)
-    folder = recipe(tmp_path / "recipe", kind, draw.choice([0.0, 0.1, 1e6]))
-    run(folder, tmp_path / "whole", images)  # which loads what a child then has
-    whole, started = result(tmp_path / "whole"), time.perf_counter()
-    run(folder, tmp_path / "timed", images)
-    seconds, ended = time.perf_counter() - started, {0, -signal.SIGKILL, 130, 143}
-    for number in range(6):
-        out = tmp_path / str(number)
-        for _ in range(1 + number % 2):
-            by = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-            status = signaled(folder, out, images, by, seconds * draw.uniform(0.1, 1.2))
-            assert status in ended, (number, by, status)
-        run(folder, out, images)
-        assert_same(whole, result(out), f"{kind}, moment {number}")
-
-
-def signaled(folder: Path, out: Path, images: Path, by: signal.Signals, seconds: float) -> int:
-    """Have another process type the command, and send it a signal after a while; its exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            status = main(["table", str(folder), "--out", str(out), "--data-root", str(images)])
-        except SystemExit as ends:
-            status = int(ends.code or 0)
-        finally:
-            os._exit(status)
-    time.sleep(seconds)
-    os.kill(child, by)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tu_symmetry.files import FileError
-from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.tables.outcome import Parts, digest_tensors
 
 
 def test_a_part_is_made_once_and_read_afterwards(tmp_path: Path) -> None:

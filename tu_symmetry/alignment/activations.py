@@ -1,26 +1,24 @@
 """Activation matching: units of two networks are paired by what they compute on data.
 
-For every hidden layer of any graph the units are observed where layers read them (the inputs of linear and
-convolution layers: values after the nonlinearity), or, where no layer does, where they are produced. A residual stream
-shows up in several places, whose similarities add up. With the inner product as similarity this is the matching of
-arXiv 2401.00611, section 2: maximize ``sum A_1^T A_2`` over the data.
+For every hidden layer of any graph the units are observed where layers read them (the inputs of linear and convolution
+layers: values after the nonlinearity), or, where no layer does, where they are produced. A residual stream shows up in
+several places, whose similarities add up.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.assignment import assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightSimilarities, descendants, families, interact, own_member
-from tu_symmetry.alignment.matching import Matching, Progress, check_pair, descend, weight_distance
+from tu_symmetry.alignment.gram import Family, descendants, interact, is_below, own_member
+from tu_symmetry.alignment.matching import Matching, check_pair, descend, weight_distance
+from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
@@ -28,7 +26,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
-Similarity = Literal["product", "covariance", "correlation"]
+Similarity = Literal["product", "correlation"]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
@@ -55,9 +53,10 @@ def activation_matching(
     dataloader: Iterable[Any],
     *,
     similarity: Similarity = "product",
-    progress: Progress | None = None,
 ) -> Matching:
     """Find the permutation of ``state`` whose hidden units behave most like those of ``reference_state`` on data.
+
+    It maximizes ``sum A_1^T A_2`` over the data (arXiv 2401.00611, section 2).
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
@@ -65,8 +64,7 @@ def activation_matching(
         reference_state: state dict that stays as it is.
         state: state dict to be permuted.
         dataloader: batches, tensors or tuples whose first element is the input. Read once, in bounded memory.
-        similarity: sum of products of activations over the data, their covariance, or their correlation.
-        progress: called after each batch with ``{"batch", "samples"}``.
+        similarity: sum of products of activations over the data, or their correlation.
 
     Returns:
         The matching; ``objective`` is the sum of matched similarities over all places. Groups that no module shows
@@ -78,29 +76,29 @@ def activation_matching(
         ValueError: an empty loader, or activations that are not finite.
     """
     check_pair(graph, reference_state, state)
-    if similarity not in ("product", "covariance", "correlation"):
-        raise ValueError(f"unknown similarity {similarity!r}: 'product', 'covariance', or 'correlation'")
+    if similarity not in get_args(Similarity):
+        raise ValueError(f"unknown similarity {similarity!r}: 'product' or 'correlation'")
     before = weight_distance(graph, reference_state, state)
     places = {g.name: _places(graph, model, g) for g in graph.permutations}
-    grams = _observe(graph, model, reference_state, state, dataloader, places, similarity, progress)
+    grams = _observe(graph, model, reference_state, state, dataloader, places, similarity)
+    weights = WeightSimilarities.of(graph, reference_state, state)
     permutation = identity_permutation(graph)
     objective = 0.0
     unseen: list[Family] = []
-    for family in families(graph):
+    for family in weights.plan.families:
         parents = {c.parent for c in family.children}
         if any(g.name not in grams for g in family.groups if g.name not in parents) or _clash(family, places):
             unseen.append(family)
             continue
-        own = {
-            g.name: grams.get(g.name, torch.zeros(2 * [math.prod(g.shape)], device="cpu").double())
-            for g in family.groups
-        }
+        own = {}
+        for g in family.groups:
+            units = weights.plan.sizes[g.name]
+            own[g.name] = grams.get(g.name, torch.zeros(units, units, device="cpu").double())
         permutation.update(assign_family(family, own))
         objective += family_value(family, own, permutation)[0]
     sweeps, converged = 1, True
     if unseen:
-        weights = WeightSimilarities.of(graph, reference_state, state)
-        permutation, more, converged = descend(weights, unseen, permutation, 100)
+        permutation, more, converged = descend(weights, unseen, permutation)
         sweeps += more
     after = weight_distance(graph, reference_state, permute_tensors(graph, permutation, state))
     by_weights = tuple(name for family in unseen for name in sorted(family.names))
@@ -110,30 +108,23 @@ def activation_matching(
 def _places(graph: SymmetryGraph, model: nn.Module, group: PermutationGroup) -> list[_Place]:
     """Inputs of the layers that read the group's units; failing these, outputs of the layers that make them."""
     modules = dict(model.named_modules())
-    readers: list[_Place] = []
-    makers: list[_Place] = []
-    for member in group.members:
-        if member.within_axis is not None:
-            continue
+    found: list[_Place] = []
+    for member in (m for m in group.members if m.within_axis is None):
         for alias in graph.aliases[member.parameter]:
             path, _, leaf = alias.rpartition(".")
             module = modules.get(path)
             if module is None or leaf != "weight":
                 continue
             if isinstance(module, nn.Linear):
-                (readers if member.axis == 1 else makers).append(
-                    _Place(path, "input" if member.axis == 1 else "output", -1, member)
-                )
+                found.append(_Place(path, "input" if member.axis == 1 else "output", -1, member))
             elif isinstance(module, (*_CONVOLUTIONS, *_TRANSPOSED)):
                 reads = member.axis == (0 if isinstance(module, _TRANSPOSED) else 1)
-                if module.groups > 1 and (reads or isinstance(module, _TRANSPOSED)):
-                    continue
-                spatial = -module.weight.ndim + 1
-                (readers if reads else makers).append(_Place(path, "input" if reads else "output", spatial, member))
+                if module.groups == 1 or not (reads or isinstance(module, _TRANSPOSED)):
+                    found.append(_Place(path, "input" if reads else "output", 1 - module.weight.ndim, member))
             elif isinstance(module, _NORMS):
                 axis = member.axis - len(graph.shapes[member.parameter]) if isinstance(module, nn.LayerNorm) else 1
-                makers.append(_Place(path, "output", axis, member))
-    return readers or makers
+                found.append(_Place(path, "output", axis, member))
+    return [place for place in found if place.side == "input"] or found
 
 
 def _clash(family: Family, places: Mapping[str, list[_Place]]) -> bool:
@@ -141,9 +132,8 @@ def _clash(family: Family, places: Mapping[str, list[_Place]]) -> bool:
     shown = [(g, p) for g in family.groups for p in places[g.name]]
     return any(
         g is not h
-        and g.parent != h.name
-        and not g.name.startswith(f"{h.name}/")
-        and not h.name.startswith(f"{g.name}/")
+        and not is_below(g, h)
+        and not is_below(h, g)
         and (p.module, p.side) == (q.module, q.side)
         and interact(p.member, q.member)
         for (g, p), (h, q) in itertools.combinations(shown, 2)
@@ -174,14 +164,12 @@ class _Accumulator:
             means = [old + d * (count / (self.count + count)) for old, d in zip(self.means, (da, db), strict=True)]
         self.count, self.means, self.sums = self.count + count, means, sums
 
-    def result(self, similarity: str) -> Tensor:
+    def result(self, similarity: Similarity) -> Tensor:
         """Similarities ``[units, units]`` on the host; a unit that is constant correlates with nothing."""
         scatter, *squares = (s.cpu() for s in self.sums)
         means = [m.cpu() for m in self.means]
         if similarity == "product":
             return scatter + self.count * torch.outer(*means)
-        if similarity == "covariance":
-            return scatter / self.count
         inverse = [
             torch.where(s > _CONSTANT * self.count * m.square(), s, torch.inf).rsqrt()
             for s, m in zip(squares, means, strict=True)
@@ -195,30 +183,6 @@ def _units(activation: Tensor, axis: int, index: Tensor) -> Tensor:
     return moved.index_select(0, index.reshape(-1).to(moved.device)).reshape(index.shape[0], -1)
 
 
-@contextmanager
-def _captured(model: nn.Module, places: set[tuple[str, str]]) -> Iterator[dict[tuple[str, str], list[Tensor]]]:
-    """Evaluation mode with hooks: inputs and outputs of modules, one tensor for each call; undone on leaving."""
-    calls: dict[tuple[str, str], list[Tensor]] = {}
-    modules = dict(model.named_modules())
-
-    def capture(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if (path, "input") in places and args and isinstance(args[0], Tensor):
-                calls.setdefault((path, "input"), []).append(args[0])
-            if (path, "output") in places and isinstance(output, Tensor):
-                calls.setdefault((path, "output"), []).append(output)
-
-        return hook
-
-    handles = [modules[path].register_forward_hook(capture(path)) for path in sorted({path for path, _ in places})]
-    try:
-        with evaluating(model):
-            yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _observe(
     graph: SymmetryGraph,
     model: nn.Module,
@@ -226,23 +190,32 @@ def _observe(
     state: Mapping[str, Tensor],
     dataloader: Iterable[Any],
     places: Mapping[str, list[_Place]],
-    similarity: str,
-    progress: Progress | None,
+    similarity: Similarity,
 ) -> dict[str, Tensor]:
     """Similarities of the units that the data show: group to ``[units, units]``, blocks flattened, on the host."""
     wanted: list[tuple[str, _Place, Tensor]] = []
     for group in graph.permutations:
         below = descendants(graph, group)
         for place in places[group.name]:
-            part = own_member(place.member, below) if below else place.member
+            part = own_member(place.member, below)
             if part is not None:
                 wanted.append((group.name, place, part.index.reshape(-1, part.index.shape[-1])))
+    needed = {(place.module, place.side) for _, place, _ in wanted}
+    calls: dict[tuple[str, str], list[Tensor]] = {}  # inputs and outputs of modules, one tensor for each call
+
+    def capture(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            for side, value in (("input", args[0] if args else None), ("output", output)):
+                if (path, side) in needed and isinstance(value, Tensor):
+                    calls.setdefault((path, side), []).append(value)
+
+        return hook
+
     sums: dict[tuple[str, str], _Accumulator] = {}
     weights, device = on_device(reference_state)
     states = [weights, {n: t.to(weights[n]) for n, t in state.items()}]
-    samples = 0
-    with _captured(model, {(p.module, p.side) for _, p, _ in wanted}) as calls:
-        for batches, inputs in enumerate(input_batches(dataloader, device), 1):
+    with evaluating(model, {path: capture(path) for path, _ in needed}):
+        for inputs in input_batches(dataloader, device):
             seen = []
             for one in states:
                 calls.clear()
@@ -252,9 +225,6 @@ def _observe(
                 for a, b in zip(*(run.get((place.module, place.side), []) for run in seen), strict=True):
                     accumulator = sums.setdefault((name, place.module), _Accumulator())
                     accumulator.add(_units(a, place.axis, index), _units(b, place.axis, index))
-            samples += len(inputs)
-            if progress is not None:
-                progress({"batch": batches, "samples": samples})
     totals: dict[str, Tensor] = {}
     for (name, module), accumulator in sums.items():
         result = accumulator.result(similarity)

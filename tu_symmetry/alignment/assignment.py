@@ -1,8 +1,7 @@
 """Linear assignment over a family of nested groups: the exact optimum over a wreath product.
 
-The similarities of a family are one matrix for each of its groups, between all units of the one network and all units
-of the other, over the positions that no deeper group moves. For each pair of blocks the inner assignments' values are
-the outer cost; the outer assignment then chooses the blocks and the inner permutations with them.
+For each pair of blocks the inner assignments' values are the outer cost; the outer assignment then chooses the blocks
+and the inner permutations with them.
 """
 
 from __future__ import annotations
@@ -49,13 +48,8 @@ def family_value(family: Family, grams: Mapping[str, Tensor], permutation: Mappi
 def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str, Tensor] | None = None) -> Permutation:
     """The permutation of a family that pairs units with the largest sum of similarities.
 
-    Args:
-        family: a root group and all groups nested in it.
-        grams: for each group ``[blocks * size, blocks * size]`` on the host, rows for the reference.
-        prices: see :func:`assign`; brought up to date.
-
-    Returns:
-        Group name to LongTensor ``[*blocks, size]``, for the groups of this family.
+    ``grams`` holds ``[blocks * size, blocks * size]`` on the host for each group, rows for the reference; for
+    ``prices`` see :func:`assign`.
     """
     values: dict[str, np.ndarray] = {}
     choices: dict[str, np.ndarray] = {}
@@ -70,7 +64,7 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
             columns = assign(pairs[0, 0], prices, group.name)
             choices[group.name] = columns[None, None]
         else:
-            values[group.name], choices[group.name] = _assign_pairs(pairs)
+            values[group.name], choices[group.name] = assign_pairs(pairs)
     permutation: Permutation = {}
     for group in family.groups:  # parents first: they say which block comes from where
         blocks = math.prod(group.blocks)
@@ -82,7 +76,7 @@ def assign_family(family: Family, grams: Mapping[str, Tensor], prices: dict[str,
     return permutation
 
 
-def _assign_pairs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def assign_pairs(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Best values ``[B, B]`` and assignments ``[B, B, n]`` for costs ``[B, B, n, n]``."""
     blocks, size = pairs.shape[0], pairs.shape[-1]
     if blocks > 1 and size <= _ENUMERATED:
@@ -107,9 +101,7 @@ def assign(similarities: np.ndarray, prices: dict[str, Tensor] | None = None, na
     Where the rows' largest entries lie in different columns, they are it (the rule once a planted permutation shows).
     Otherwise SciPy's solver decides, on large matrices with prices: taking a price off each row and each column does
     not change which assignment is the best, and with prices near the dual solution most rows find a free column at
-    once. The solver then takes a third of the time on Gram matrices of independent networks, and up to a tenth on
-    matrices of low rank (as at a barycenter), which are its hard case. Column prices of earlier calls with similar
-    matrices are found under ``name``, and left there; good ones save time and change no result.
+    once. Column prices of earlier calls with similar matrices are found under ``name``, and left there.
     """
     largest = similarities.argmax(1)
     if np.bincount(largest).max() == 1:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +12,11 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.alignment.repair import reestimate_batchnorm
-from tu_symmetry.evaluation import (
-    evaluating,
-    forward,
-    labeled_batches,
-    on_device,
-    reusable,
-)
-from tu_symmetry.states import as_given, check_number, require_state, unstack
+from tu_symmetry.evaluation import evaluating, forward, labeled_batches, on_device, reusable
+from tu_symmetry.states import State, as_given, check_number, require_alike, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Merge = Callable[[dict[str, Tensor], float], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -38,37 +29,18 @@ class LossBarrier:
         ratios: positions along the path, 0 at ``state_a`` and 1 at ``state_b``.
         losses: mean loss at each of them.
         chord: the straight line between the losses of the ends, at each of them.
-        temperatures: softmax temperature at each of them (1 unless it was tuned).
     """
 
     barrier: float
     ratios: list[float]
     losses: list[float]
     chord: list[float]
-    temperatures: list[float]
 
     def __float__(self) -> float:
         return self.barrier
 
 
-@dataclass(frozen=True)
-class ClassifierScores:
-    """How one classifier does on labeled samples.
-
-    Attributes:
-        loss: mean cross-entropy in nats.
-        accuracy: share of samples whose most probable class is right.
-        temperature: softmax temperature that was tuned.
-        tempered_loss: mean cross-entropy in nats at that temperature.
-    """
-
-    loss: float
-    accuracy: float
-    temperature: float
-    tempered_loss: float
-
-
-def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ratio: float) -> dict[str, Tensor]:
+def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ratio: float) -> State:
     """``(1 - ratio) a + ratio b`` for floating-point tensors (running statistics too); others come from ``a``.
 
     The result is on the device and in the dtypes of ``a``.
@@ -77,33 +49,19 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
         ValueError: states of different networks.
     """
     check_number(ratio, "ratio")
-    require_state(state_a, "state_a")
-    require_state(state_b, "state_b")
-    require_state(state_a, "state_a", like=state_b)
-    require_state(state_b, "state_b", like=state_a)
-    if state_a.keys() != state_b.keys():
-        raise ValueError(f"the two states have different names: {sorted(state_a.keys() ^ state_b.keys())[:6]}")
-    shapes = [(n, tuple(a.shape), tuple(state_b[n].shape)) for n, a in state_a.items() if a.shape != state_b[n].shape]
-    if shapes:
-        raise ValueError(f"the two states have different shapes, so nothing lies between them: {shapes[:3]}")
-    return as_given(
-        state_a,
-        {
-            name: between(a, state_b[name].to(a), ratio) if a.is_floating_point() or a.is_complex() else a
-            for name, a in state_a.items()
-        },
-    )
+    require_alike(state_b, state_a, "state_b", "state_a")
+    mixed = {n: a for n, a in state_a.items() if a.is_floating_point() or a.is_complex()}
+    return as_given(state_a, {**state_a, **{n: between(a, state_b[n].to(a), ratio) for n, a in mixed.items()}})
 
 
 def between(a: Tensor, b: Tensor, ratio: float) -> Tensor:
     """``lerp``, whose difference ``b - a`` overflows for 3e38 and -3e38, with the mean in range where that happens."""
-    between = torch.lerp(a, b, ratio)
-    if not torch.isfinite(between).all():
-        between = torch.where(torch.isfinite(between), between, (1 - ratio) * a + ratio * b)
-    return between
+    found = torch.lerp(a, b, ratio)
+    if not torch.isfinite(found).all():
+        found = torch.where(torch.isfinite(found), found, (1 - ratio) * a + ratio * b)
+    return found
 
 
-@leaves_randomness
 def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], loss: Loss) -> float:
     """Mean of ``loss(outputs, targets)`` over the samples of a loader, see :func:`measure`."""
     return measure(model, state, dataloader, {"loss": loss})["loss"]
@@ -150,8 +108,7 @@ def loss_barrier(
     loss: Loss,
     *,
     points: int = 11,
-    recalibrate: Iterable[Any] | None = None,
-    merge: Merge | None = None,
+    merge: Callable[[State, float], Mapping[str, Tensor]] | None = None,
 ) -> LossBarrier:
     """Excess of the loss over the chord, at its maximum over the straight path between two networks.
 
@@ -162,136 +119,36 @@ def loss_barrier(
         dataloader: batches ``(inputs, targets)``, read once for each point.
         loss: mean loss over a batch, for example ``torch.nn.functional.cross_entropy`` (nats).
         points: evenly spaced points on the path, the ends included.
-        recalibrate: batches on which running statistics of BatchNorm are re-estimated at each inner point; if left
-            out they are interpolated like weights.
-        merge: applied to each interpolated state and its ratio before evaluation (for REPAIR, say).
+        merge: corrects each state between the ends, given with its ratio: ``lambda state, ratio:
+            reestimate_batchnorm(model, state, batches)``, for example. Without it running statistics are interpolated.
 
     Raises:
         ValueError: fewer than three points, an empty loader, states of different networks, a loss that is NaN or
             infinite at an end.
     """
-    batches = reusable(dataloader)
-    path = _path(model, state_a, state_b, points, recalibrate, merge)
-    return barrier_of([(ratio, mean_loss(model, state, batches, loss), 1.0) for ratio, state in path])
-
-
-@leaves_randomness
-def tempered_loss_barrier(
-    model: nn.Module,
-    state_a: Mapping[str, Tensor],
-    state_b: Mapping[str, Tensor],
-    dataloader: Iterable[Any],
-    *,
-    calibration: Iterable[Any] | None = None,
-    points: int = 11,
-    recalibrate: Iterable[Any] | None = None,
-    merge: Merge | None = None,
-) -> LossBarrier:
-    """As :func:`loss_barrier` for cross-entropy (nats), with the best softmax temperature at each point.
-
-    An interpolated network is often right in its order of classes but far too sure or unsure, so a barrier in the loss
-    may be gone once its logits are rescaled. Without any permutation this is the control that an alignment has to beat.
-
-    Args:
-        model: a classifier that returns logits ``[batch, classes]``.
-        state_a: one end.
-        state_b: the other end.
-        dataloader: batches ``(inputs, labels)`` on which losses are measured.
-        calibration: batches on which temperatures are fitted; if left out, ``dataloader`` (an optimistic control).
-        points: evenly spaced points on the path, the ends included.
-        recalibrate: as for :func:`loss_barrier`.
-        merge: as for :func:`loss_barrier`.
-    """
-    batches = reusable(dataloader)
-    held = None if calibration is None else reusable(calibration)
-    found = []
-    for ratio, state in _path(model, state_a, state_b, points, recalibrate, merge):
-        scores = classifier_scores(model, state, batches, calibration=held)
-        found.append((ratio, scores.tempered_loss, scores.temperature))
-    return barrier_of(found)
-
-
-@leaves_randomness
-def classifier_scores(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    dataloader: Iterable[Any],
-    *,
-    calibration: Iterable[Any] | None = None,
-) -> ClassifierScores:
-    """Loss and accuracy of a classifier, and its loss at a tuned temperature.
-
-    Args:
-        model: a classifier that returns logits ``[batch, classes]``.
-        state: its weights.
-        dataloader: batches ``(inputs, labels)`` on which it is measured.
-        calibration: batches on which the temperature is fitted; if left out, ``dataloader``.
-    """
-    logits, labels = _logits(model, state, dataloader)
-    temperature = fit_temperature(*((logits, labels) if calibration is None else _logits(model, state, calibration)))
-    return ClassifierScores(
-        loss=float(F.cross_entropy(logits, labels)),
-        accuracy=float((logits.argmax(-1) == labels).double().mean()),
-        temperature=temperature,
-        tempered_loss=float(F.cross_entropy(logits / temperature, labels)),
-    )
-
-
-def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """The softmax temperature of least cross-entropy, between exp(-10) and exp(10) (Guo et al. 2017, section 4.2).
-
-    Args:
-        logits: ``[samples, classes]``.
-        labels: ``[samples]`` class indices.
-    """
-    wide = logits.double()
-
-    def nll(log_temperature: float) -> float:
-        return float(F.cross_entropy(wide * math.exp(-log_temperature), labels))
-
-    return math.exp(float(minimize_scalar(nll, bounds=(-10, 10), method="bounded", options={"xatol": 1e-8}).x))
-
-
-def _logits(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    weights, device = on_device(require_state(state, "state", like=model.state_dict()))
-    with evaluating(model):
-        pairs = [(forward(model, weights, x), y) for x, y in labeled_batches(dataloader, device)]
-    return torch.cat([p[0] for p in pairs]).double(), torch.cat([p[1] for p in pairs])
-
-
-def _path(
-    model: nn.Module,
-    state_a: Mapping[str, Tensor],
-    state_b: Mapping[str, Tensor],
-    points: int,
-    recalibrate: Iterable[Any] | None,
-    merge: Merge | None,
-) -> Iterator[tuple[float, Mapping[str, Tensor]]]:
-    """Networks on the straight path; those between the ends are corrected as asked."""
     if points < 3:
         raise ValueError(f"a barrier needs at least three points on the path, got {points}")
     own = model.state_dict()
     require_state(state_a, "state_a", like=own)
     require_state(state_b, "state_b", like=own)
-    data = None if recalibrate is None else reusable(recalibrate)
+    batches = reusable(dataloader)
+    line = []
     for k in range(points):
         ratio = k / (points - 1)
         state: Mapping[str, Tensor] = interpolate(state_a, state_b, ratio)
-        if 0 < k < points - 1:
-            if data is not None:
-                state = reestimate_batchnorm(model, state, data)
-            if merge is not None:
-                state = merge(dict(state), ratio)
-        yield ratio, state
+        if merge is not None and 0 < k < points - 1:
+            state = merge(dict(state), ratio)
+        line.append((ratio, mean_loss(model, state, batches, loss)))
+    return barrier_of(line)
 
 
-def barrier_of(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
-    """The barrier of ``(ratio, loss, temperature)`` along a path.
+def barrier_of(line: Sequence[tuple[float, float]]) -> LossBarrier:
+    """The barrier of ``(ratio, loss)`` along a path.
 
     Raises:
         ValueError: a loss that is NaN or infinite at an end.
     """
-    ratios, losses, temperatures = (list(column) for column in zip(*points, strict=True))
+    ratios, losses = (list(column) for column in zip(*line, strict=True))
     if not (math.isfinite(losses[0]) and math.isfinite(losses[-1])):
         raise ValueError(
             f"the losses at the ends of the path are {losses[0]} and {losses[-1]}, so there is no barrier to speak of; "
@@ -299,7 +156,7 @@ def barrier_of(points: Sequence[tuple[float, float, float]]) -> LossBarrier:
         )
     losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the path
     curve = torch.tensor(losses, dtype=torch.float64, device="cpu")
-    return LossBarrier(float(chord_excess(curve)), ratios, losses, chord(curve).tolist(), temperatures)
+    return LossBarrier(float(chord_excess(curve)), ratios, losses, chord(curve).tolist())
 
 
 def chord(losses: Tensor) -> Tensor:
@@ -313,36 +170,54 @@ def chord_excess(losses: Tensor) -> Tensor:
     return (losses - chord(losses)).amax(-1).clamp(min=0)
 
 
-@leaves_randomness
-def barrier_matrix(
-    model: nn.Module,
-    states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-    dataloader: Iterable[Any],
-    loss: Loss,
-    *,
-    points: int = 11,
-    recalibrate: Iterable[Any] | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
-) -> Tensor:
-    """Loss barriers between all pairs, ``[M, M]``, symmetric with a zero diagonal.
+@dataclass(frozen=True)
+class ClassifierScores:
+    """How one classifier does on labeled samples.
 
-    Args:
-        model: the module.
-        states: the networks, a sequence or a stack; losses are measured along ``M (M - 1) / 2`` paths.
-        dataloader: batches ``(inputs, targets)``.
-        loss: mean loss over a batch.
-        points: evenly spaced points on each path.
-        recalibrate: as for :func:`loss_barrier`.
-        progress: called after each pair with ``{"done", "total"}``.
+    Attributes:
+        loss: mean cross-entropy in nats.
+        accuracy: share of samples whose most probable class is right.
+        temperature: softmax temperature that was tuned.
+        tempered_loss: mean cross-entropy in nats at that temperature.
     """
-    batches = reusable(dataloader)
-    data = None if recalibrate is None else reusable(recalibrate)
-    members = unstack(states)
-    matrix = torch.zeros(len(members), len(members), dtype=torch.float64, device="cpu")
-    pairs = list(itertools.combinations(range(len(members)), 2))
-    for done, (i, j) in enumerate(pairs, 1):
-        found = loss_barrier(model, members[i], members[j], batches, loss, points=points, recalibrate=data)
-        matrix[i, j] = matrix[j, i] = found.barrier
-        if progress is not None:
-            progress({"done": done, "total": len(pairs)})
-    return matrix
+
+    loss: float
+    accuracy: float
+    temperature: float
+    tempered_loss: float
+
+
+@leaves_randomness
+def classifier_scores(
+    model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], *, calibration: Iterable[Any]
+) -> ClassifierScores:
+    """Loss and accuracy of a classifier that returns logits, and its loss at a temperature fitted on ``calibration``.
+
+    An interpolated network is often right in its order of classes but far too sure or unsure, so a barrier in the loss
+    may be gone once its logits are rescaled: without any permutation that is the control of an alignment.
+    """
+    logits, labels = _logits(model, state, dataloader)
+    temperature = fit_temperature(*_logits(model, state, calibration))
+    return ClassifierScores(
+        loss=float(F.cross_entropy(logits, labels)),
+        accuracy=float((logits.argmax(-1) == labels).double().mean()),
+        temperature=temperature,
+        tempered_loss=float(F.cross_entropy(logits / temperature, labels)),
+    )
+
+
+def fit_temperature(logits: Tensor, labels: Tensor) -> float:
+    """The softmax temperature of least cross-entropy, between exp(-10) and exp(10) (Guo et al. 2017, section 4.2)."""
+    wide = logits.double()
+
+    def nll(log_temperature: float) -> float:
+        return float(F.cross_entropy(wide * math.exp(-log_temperature), labels))
+
+    return math.exp(float(minimize_scalar(nll, bounds=(-10, 10), method="bounded", options={"xatol": 1e-8}).x))
+
+
+def _logits(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    weights, device = on_device(require_state(state, "state", like=model.state_dict()))
+    with evaluating(model):
+        pairs = [(forward(model, weights, x), y) for x, y in labeled_batches(dataloader, device)]
+    return torch.cat([p[0] for p in pairs]).double(), torch.cat([p[1] for p in pairs])

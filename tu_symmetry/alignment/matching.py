@@ -1,9 +1,7 @@
 """Weight matching: the permutation that brings one network closest to another.
 
-The objective is ``sum_T <reference_T, permuted_T>`` over all parameters; maximizing it minimizes the squared distance
-(Ainsworth et al. 2023, section 3.2). Coordinate descent solves one linear assignment for each group in turn and misses
-the optimum of residual nets from most starts; Frank-Wolfe on doubly stochastic matrices, started at the barycenter,
-followed by assignment and a descent to polish, finds planted permutations reliably. That is the default.
+Coordinate descent solves one linear assignment for each group in turn and misses the optimum of residual nets from most
+starts; Frank-Wolfe on doubly stochastic matrices finds planted permutations reliably, and is the default.
 """
 
 from __future__ import annotations
@@ -11,49 +9,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from tu_symmetry.alignment.assignment import assign, assign_family, family_value
-from tu_symmetry.alignment.gram import Family, WeightSimilarities, each_working, enlarged, resized, size_exponent
-from tu_symmetry.alignment.products import KeptSimilarities
+from tu_symmetry.alignment.assignment import assign, assign_family, assign_pairs, family_value
+from tu_symmetry.alignment.gram import Family, each_working, widened
+from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.alignment.relaxation import frank_wolfe
-from tu_symmetry.reporting.brief import Brief, change
+from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import (
-    Permutation,
-    check_permutation,
-    identity_permutation,
-    random_permutation,
-    transposition_count,
-)
+from tu_symmetry.symmetry.elements import Permutation, check_permutation, identity_permutation, random_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.transfer import numbers
 
-Progress = Callable[[dict[str, Any]], None]
 Solver = Literal["frank_wolfe", "descent"]
 _ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
-
-
-class Similarities(Protocol):
-    """What speaks for pairing units: similarities between the units of two networks, family by family.
-
-    Attributes:
-        prices: from assignments of these similarities, to begin the next ones with.
-    """
-
-    prices: dict[str, Tensor]
-
-    def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """For each group of a family ``[blocks * size, blocks * size]``, on the host."""
-
-    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
-        """What the family contributes to the objective."""
+_MOST_SWEEPS = 100
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,19 +55,6 @@ class Matching(Brief):
     distance_after: float
     by_weights: tuple[str, ...] = ()
 
-    def facts(self) -> list[tuple[str, str]]:
-        """How far the network was moved, and whether the search came to its end."""
-        facts = [
-            ("groups", str(len(self.permutation))),
-            ("NoT", str(transposition_count(self.permutation))),
-            ("objective", f"{self.objective:.6g}"),
-            ("distance", change(self.distance_before, self.distance_after)),
-            ("sweeps", f"{self.sweeps}{'' if self.converged else ', not converged'}"),
-        ]
-        if self.by_weights:
-            facts.append(("matched by their weights", ", ".join(self.by_weights)))
-        return facts
-
 
 def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Raise unless the graph is verified and both are states of one network each, without NaN or infinite weights."""
@@ -109,19 +72,13 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
 
 def weight_distance(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """L2 distance between the parameters of two states (buffers do not count, tied tensors count once)."""
-    exponent = size_exponent(graph, a, b)
-    if exponent:
-        a, b = (resized(graph, one, exponent) for one in (a, b))
-    differences = ((p - q).reshape(-1) for p, q in _parameter_pairs(graph, a, b))
-    return enlarged(sum(numbers([torch.dot(d, d) for d in differences])) ** 0.5, exponent)
+    differences = ((p - q).reshape(-1) for p, q in _parameter_pairs(graph, *widened(graph, a, b)))
+    return math.sqrt(sum(numbers([torch.dot(d, d) for d in differences])))
 
 
 def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """``sum_T <a_T, b_T>`` over the parameters, each in the wider of the two dtypes, summed in float64."""
-    exponents = [size_exponent(graph, one) for one in (a, b)]
-    if any(exponents):
-        a, b = (resized(graph, one, e) for one, e in zip((a, b), exponents, strict=True))
-    return enlarged(_inner_product(graph, a, b), sum(exponents))
+    return _inner_product(graph, *widened(graph, a, b))
 
 
 def _inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
@@ -145,12 +102,13 @@ def weight_matching(
     solver: Solver = "frank_wolfe",
     restarts: int = 1,
     look_again: bool = True,
-    max_iterations: int = 100,
     init: Permutation | None = None,
     generator: torch.Generator | None = None,
-    progress: Progress | None = None,
 ) -> Matching:
     """Find the permutation of ``state`` that brings it closest to ``reference_state`` in weight space.
+
+    It maximizes ``sum_T <reference_T, permuted_T>`` over all parameters (Ainsworth et al. 2023, section 3.2). Running
+    statistics move with their channels, but do not count.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
@@ -160,78 +118,65 @@ def weight_matching(
             group after the other until none gains. Which optimum that is depends on the start and on their order.
         restarts: for ``descent``: number of starts, all but the first random; the best result is kept.
         look_again: for ``descent``: look for a better optimum around each group, which takes a few times as long.
-        max_iterations: bound on the sweeps of each descent.
         init: where a descent starts; the identity if left out.
         generator: for random starts and the order of groups (a fixed order without one).
-        progress: called after each Frank-Wolfe iteration with ``{"iteration", "gap"}``, and after each sweep of a
-            descent with ``{"sweep", "stale"}`` (families that have to be looked at again).
-
-    Returns:
-        The matching. Running statistics move with their channels, but do not count in the objective.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights, or an ``init`` that is no permutation.
+        SymmetryError: a state of another architecture, weights that are NaN, infinite, or so large that float64 does
+            not hold their products, or an ``init`` that is no permutation.
         ValueError: an unknown solver, ``init`` or ``restarts`` for a solver that has no start to choose.
     """
     if solver not in ("frank_wolfe", "descent"):
+        raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe' or 'descent'")
+    if restarts < 1 or (solver == "frank_wolfe" and (init is not None or restarts != 1)):
         raise ValueError(
-            f"unknown solver {solver!r}: 'frank_wolfe' or 'descent' (straight_through_matching needs data and is a "
-            "function of its own)"
+            f"init= and restarts={restarts} choose starts of solver='descent', at least 1; 'frank_wolfe' starts at the "
+            "barycenter"
         )
-    if solver == "frank_wolfe" and (init is not None or restarts != 1):
-        raise ValueError(
-            "init= and restarts= choose starts of solver='descent'; 'frank_wolfe' starts at the barycenter"
-        )
-    if restarts < 1:
-        raise ValueError(f"restarts counts the starts of a descent, so it is at least 1, got {restarts}")
     check_pair(graph, reference_state, state)
     if init is not None:
         check_permutation(init)
         init = {name: p.cpu() for name, p in init.items()}
-    before = weight_distance(graph, reference_state, state)
     given = reference_state, state
-    exponents = [size_exponent(graph, one) for one in given]
-    if any(exponents):  # the objective is bilinear: its maximum lies where it does for weights of ordinary size
-        reference_state, state = (resized(graph, one, e) for one, e in zip(given, exponents, strict=True))
+    reference_state, state = widened(graph, *given)
+    before = weight_distance(graph, *given)
     if not graph.permutations:
-        return Matching({}, inner_product(graph, *given), 0, True, before, before)
-    similarities = KeptSimilarities.of(graph, reference_state, state)
-    family_list = similarities.plan.families
+        return Matching({}, _inner_product(graph, reference_state, state), 0, True, before, before)
+    similarities = WeightSimilarities.of(graph, reference_state, state)
 
     def value(trial: Permutation) -> float:
-        return inner_product(graph, reference_state, permute_tensors(graph, trial, state))
+        return _inner_product(graph, reference_state, permute_tensors(graph, trial, state))
 
     best: tuple[float, Permutation, int, bool] | None = None
-    for attempt in range(restarts if solver == "descent" else 1):
+    for attempt in range(restarts):
         iterations = 0
+        start = identity_permutation(graph) | (init or {})
         if solver == "frank_wolfe":
-            relaxed, iterations = frank_wolfe(similarities.products, progress=progress)
-            start = {**identity_permutation(graph), **relaxed}
-        elif attempt == 0:
-            start = {**identity_permutation(graph), **(init or {})}
-        else:
+            relaxed, iterations = frank_wolfe(similarities.products)
+            start = start | relaxed
+        elif attempt:
             start = random_permutation(graph, generator=generator)
-        permutation, sweeps, converged = descend(similarities, family_list, start, max_iterations, generator, progress)
+        permutation, sweeps, converged = descend(similarities, similarities.plan.families, start, generator)
         if solver == "descent" and look_again:
-            least = _ROUNDING * math.prod(inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
-            permutation, more = _look_again(similarities, family_list, start, permutation, value, least, max_iterations)
+            least = _ROUNDING * math.prod(_inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
+            permutation, more = _look_again(similarities, start, permutation, value, least)
             sweeps += more
         objective = value(permutation)
         if best is None or objective > best[0]:
             best = objective, permutation, iterations + sweeps, converged
     assert best is not None
     objective, permutation, sweeps, converged = best
+    if not math.isfinite(objective):
+        raise SymmetryError("the products of these weights leave the range of float64, as those of diverged runs do")
     after = weight_distance(graph, given[0], permute_tensors(graph, permutation, given[1]))
-    return Matching(permutation, enlarged(objective, sum(exponents)), sweeps, converged, before, after)
+    return Matching(permutation, objective, sweeps, converged, before, after)
 
 
 def descend(
-    similarities: Similarities,
+    similarities: WeightSimilarities,
     family_list: list[Family],
     start: Permutation,
-    max_iterations: int,
     generator: torch.Generator | None = None,
-    progress: Progress | None = None,
     stale: Iterable[str] | None = None,
 ) -> tuple[Permutation, int, bool]:
     """Coordinate descent over families until nothing changes; a family is looked at again only if a neighbor moved.
@@ -244,62 +189,54 @@ def descend(
     """
     permutation = {k: v.clone() for k, v in start.items()}
     stale = {f.root.name for f in family_list} if stale is None else set(stale)
-    for sweep in range(1, max_iterations + 1):
+    for sweep in range(1, _MOST_SWEEPS + 1):
         order = list(range(len(family_list)))
         if generator is not None:
             order = torch.randperm(len(order), generator=generator, device="cpu").tolist()
         changed = False
-        for k in order:
-            family = family_list[k]
+        for family in (family_list[k] for k in order):
             if family.root.name not in stale:
                 continue
             stale.discard(family.root.name)
-            if solve_family(similarities, family, permutation):
+            if _solve_family(similarities, family, permutation):
                 changed = True
                 stale |= family.neighbors
                 if family.coupled:
                     stale.add(family.root.name)
-        if progress is not None:
-            progress({"sweep": sweep, "stale": len(stale)})
         if not changed:
             return permutation, sweep, True
-    return permutation, max_iterations, False
+    return permutation, _MOST_SWEEPS, False
 
 
 def _look_again(
-    similarities: Similarities,
-    family_list: list[Family],
+    similarities: WeightSimilarities,
     start: Permutation,
     found: Permutation,
     value: Callable[[Permutation], float],
     least_gain: float,
-    max_iterations: int,
 ) -> tuple[Permutation, int]:
     """Leave the optimum that the order of a descent led to, if a better one is near.
 
     One family after the other goes back to the start, its neighbors are matched without what it has found, and then it
     is matched again. What comes of that is kept where the whole gains.
-
-    Returns:
-        The permutation, and the number of sweeps.
     """
     best, sweeps = value(found), 0
+    family_list = similarities.plan.families
     for family in family_list:
         if all(torch.equal(found[g.name], start[g.name]) for g in family.groups):
             continue
         trial = found | {g.name: start[g.name] for g in family.groups}
         order = [f for f in family_list if f is not family] + [family]
-        near = {family.root.name, *family.neighbors}
-        trial, more, _ = descend(similarities, order, trial, max_iterations, stale=near)
+        trial, more, _ = descend(similarities, order, trial, stale={family.root.name, *family.neighbors})
         sweeps += more
         if (now := value(trial)) > best + least_gain:
             found, best = trial, now
     return found, sweeps
 
 
-def solve_family(similarities: Similarities, family: Family, permutation: Permutation) -> bool:
+def _solve_family(similarities: WeightSimilarities, family: Family, permutation: Permutation) -> bool:
     """Improve one family's part of ``permutation`` in place; returns whether it changed."""
-    if family.coupled and family.children and isinstance(similarities, WeightSimilarities):
+    if family.coupled and family.children:
         return _solve_coupled(similarities, family, permutation)
     grams = similarities.grams(family, permutation)
     trial = assign_family(family, grams, similarities.prices)
@@ -323,54 +260,35 @@ def _solve_coupled(similarities: WeightSimilarities, family: Family, permutation
     for child in (c for c in family.children if c.parent != family.root.name):  # blocks within blocks, where they are
         grams = similarities.inside(family, child, permutation).numpy()
         found = permutation[child.name].reshape(len(grams), -1).clone()
+        rows = np.arange(child.size)
         for block, gram in enumerate(grams):
-            new, gain = _assign(gram, found[block].numpy())
-            if gain > 0:
-                found[block] = torch.from_numpy(new)
+            old, new = found[block].numpy(), assign(gram)
+            gain = float(gram[rows, new].sum() - gram[rows, old].sum())
+            if gain > _ROUNDING * float(np.abs(gram[rows, old]).sum() + np.abs(gram[rows, new]).sum()):
+                found[block] = torch.from_numpy(new.astype(np.int64))
                 changed = True
         permutation[child.name] = found.reshape(child.shape)
     return changed
 
 
-def _assign(gram: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, float]:
-    """The assignment of largest value, and its gain over the old one (zero unless it exceeds rounding)."""
-    new = assign(gram)
-    rows = np.arange(len(gram))
-    gain = float(gram[rows, new].sum() - gram[rows, old].sum())
-    scale = float(np.abs(gram[rows, old]).sum() + np.abs(gram[rows, new]).sum())
-    return new.astype(np.int64), gain if gain > _ROUNDING * scale else 0.0
-
-
 def _solve_nested(similarities: WeightSimilarities, family: Family, moving: str, permutation: Permutation) -> bool:
     """Choose blocks and the inner order of one nested group together: inner assignments give the outer cost."""
     own, inner = similarities.blocks(family, moving, permutation)
-    heads = family.root.size
-    old_outer = permutation[family.root.name].numpy()
+    slots = np.arange(family.root.size)
     outer_cost = own.numpy().copy()
     for name, gram in inner.items():
         if name != moving:
-            held = permutation[name]
-            for h in range(heads):
-                outer_cost[h] += (
-                    gram[h].permute(1, 0, 2)[:, torch.arange(len(held[h]), device="cpu"), held[h]].sum(-1).numpy()
-                )
-    grams = inner[moving].numpy()
-    choice = np.empty((heads, heads, grams.shape[1]), dtype=np.int64)
-    best_inner = np.empty((heads, heads))
-    for h in range(heads):
-        for k in range(heads):
-            rows, columns = linear_sum_assignment(grams[h, :, k, :], maximize=True)
-            choice[h, k] = columns
-            best_inner[h, k] = grams[h, rows, k, columns].sum()
+            for h, held in enumerate(permutation[name]):
+                units = torch.arange(len(held), device="cpu")
+                outer_cost[h] += gram[h].permute(1, 0, 2)[:, units, held].sum(-1).numpy()
+    grams = inner[moving].numpy().transpose(0, 2, 1, 3)
+    best_inner, choice = assign_pairs(grams)
     total = outer_cost + best_inner
     _, new_outer = linear_sum_assignment(total, maximize=True)
-    slots = np.arange(heads)
-    old_inner = permutation[moving].numpy()
-    now = sum(
-        outer_cost[h, old_outer[h]] + grams[h, np.arange(grams.shape[1]), old_outer[h], old_inner[h]].sum()
-        for h in range(heads)
-    )
-    gain = float(total[slots, new_outer].sum() - now)
+    old_outer, old_inner = permutation[family.root.name].numpy(), permutation[moving].numpy()
+    held_inner = grams[slots[:, None], old_outer[:, None], np.arange(grams.shape[-1]), old_inner].sum(-1)
+    now = float((outer_cost[slots, old_outer] + held_inner).sum())
+    gain = float(total[slots, new_outer].sum()) - now
     if gain <= _ROUNDING * float(np.abs(total[slots, new_outer]).sum() + abs(now)):
         return False
     permutation[family.root.name] = torch.from_numpy(new_outer.astype(np.int64))

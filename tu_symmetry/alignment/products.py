@@ -1,26 +1,40 @@
 """Gram matrices of a pair of networks that are kept, and brought up to date by what changed.
 
 A tensor that is moved along two axes has a Gram matrix between units along the one axis for every order of the other:
-``sum_i <reference[i, j], state[order[i], k]>`` over the positions i. It is a sum over positions, so when the order
-changes at few of them, only their part is computed again. Relaxation and descent use the same matrices, one after the
-other.
+``sum_i <reference[i, j], state[order[i], k]>`` over the positions i. When the order changes at few of them, only their
+part is computed again. Relaxation and descent use the same matrices, one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import flat_source
-from tu_symmetry.alignment.gram import Family, WeightSimilarities, families, is_below, own_member, trainable_members
+from tu_symmetry.alignment.gram import (
+    Family,
+    each_working,
+    families,
+    in_order,
+    interact,
+    member_gram,
+    own_member,
+    trainable_members,
+)
+from tu_symmetry.symmetry.action import permute_axis, permute_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.transfer import moved
+from tu_symmetry.symmetry.groups import PermutationGroup
+from tu_symmetry.transfer import moved, numbers
 
-Axes = tuple[int, ...]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Orders = Mapping[tuple[str, int], Tensor]
 _MOST_AXES = 2
 _MOSTLY_NEW = 0.8  # above this share of changed positions a product is computed anew
 
@@ -29,78 +43,60 @@ _MOSTLY_NEW = 0.8  # above this share of changed positions a product is computed
 class MovePlan:
     """Which positions of which tensors the groups move.
 
-    Attributes:
-        families: the families of groups.
-        moves: tensor to axis to ``(group, positions [units, copies])``; every position is moved by one group at most.
-        sizes: number of units of each group, blocks flattened.
-
     Tensors that do not fit are left out: two nested groups move them at the same positions, a group moves them in some
     rows only, or they are moved along more than two axes.
     """
 
     families: list[Family]
-    moves: dict[str, dict[int, list[tuple[str, Tensor]]]]
-    sizes: dict[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]]
+    # tensor to axis to (group, positions [units, copies]); every position is moved by one group at most
+    moves: dict[str, dict[int, list[tuple[str, Tensor]]]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)  # number of units of each group, blocks flattened
 
-    def axes(self, tensor: str) -> Axes:
-        """The axes along which a tensor is moved."""
-        return tuple(sorted(self.moves[tensor]))
-
-    def order(self, tensor: str, axis: int, size: int, sources: Mapping[str, Tensor]) -> Tensor:
-        """The order of positions along an axis that groups' sources of units make."""
-        order = torch.arange(size, device="cpu")
-        for group, index in self.moves[tensor][axis]:
-            order[index.reshape(-1)] = index[sources[group]].reshape(-1)
-        return order
-
-
-def plan_moves(graph: SymmetryGraph, family_list: list[Family]) -> MovePlan:
-    """Say for each tensor which positions move together, along each axis."""
-    plan = MovePlan(family_list, {})
-    skipped: set[str] = set()
-    for family in family_list:
-        for group in family.groups:
-            plan.sizes[group.name] = math.prod(group.shape)
-            below = tuple(g for g in family.children if is_below(g, group))
-            for member in trainable_members(graph, group):
-                if member.within_axis is not None:
-                    skipped.add(member.parameter)
-                part = own_member(member, below) if below else member
-                if part is not None:
-                    index = part.index.reshape(-1, part.index.shape[-1])
-                    axis_moves = plan.moves.setdefault(member.parameter, {}).setdefault(member.axis, [])
-                    if any(torch.isin(index, other).any() for _, other in axis_moves):
+    @classmethod
+    def of(cls, graph: SymmetryGraph) -> MovePlan:
+        """Say for each tensor which positions move together, along each axis."""
+        plan = cls(families(graph), graph.shapes)
+        skipped: set[str] = set()
+        for family in plan.families:
+            for group in family.groups:
+                plan.sizes[group.name] = math.prod(group.shape)
+                for member in trainable_members(graph, group):
+                    if member.within_axis is not None:
                         skipped.add(member.parameter)
-                    axis_moves.append((group.name, index))
-    plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped and len(m) <= _MOST_AXES}
-    return plan
+                    part = own_member(member, family.below(group))
+                    if part is not None:
+                        index = part.index.reshape(-1, part.index.shape[-1])
+                        axis_moves = plan.moves.setdefault(member.parameter, {}).setdefault(member.axis, [])
+                        if any(torch.isin(index, other).any() for _, other in axis_moves):
+                            skipped.add(member.parameter)
+                        axis_moves.append((group.name, index))
+        plan.moves = {n: m for n, m in plan.moves.items() if n not in skipped and len(m) <= _MOST_AXES}
+        return plan
+
+    def orders(self, tensors: Iterable[str], sources: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
+        """The orders of positions along all moved axes of some tensors that groups' sources of units make."""
+        found = {}
+        for name in tensors:
+            for axis, parts in self.moves[name].items():
+                order = torch.arange(self.shapes[name][axis], device="cpu")
+                for group, index in parts:
+                    order[index.reshape(-1)] = index[sources[group]].reshape(-1)
+                found[name, axis] = order
+        return found
 
 
 @dataclass
 class Part:
-    """One group's positions along one axis of a tensor that is moved along one or two axes.
-
-    Attributes:
-        tensor: its name.
-        axis: the axis whose units are compared.
-        other: the other moved axis, or None.
-        group: the group that moves the units.
-        index: their positions ``[units, copies]``.
-        second: whether the tensor has a part along an earlier axis too.
-        left: the reference as ``[positions of the other axis, everything else, units]``; made when first needed.
-        right: the state in the same layout.
-        order: the order of the other axis at which the sum that it is a part of holds.
-    """
+    """One group's positions along one axis of a tensor that is moved along one or two axes."""
 
     tensor: str
-    axis: int
-    other: int | None
-    group: str
-    index: Tensor
-    second: bool
-    left: Tensor | None = None
-    right: Tensor | None = None
-    order: Tensor | None = None
+    axis: int  # whose units are compared
+    other: int | None  # the other moved axis
+    index: Tensor  # positions of the units, [units, copies]
+    left: Tensor | None = None  # the reference as [positions along other, everything else, units]; made when needed
+    right: Tensor | None = None  # the state in the same layout
+    order: Tensor | None = None  # of the other axis, at which the sum that this is a part of holds
 
 
 class PairProducts:
@@ -112,46 +108,38 @@ class PairProducts:
 
     def __init__(self, plan: MovePlan, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         self.plan, self.reference, self.state = plan, reference, state
-        self.parts: dict[str, list[Part]] = {group: [] for group in plan.sizes}
+        self.parts: dict[tuple[str, int], list[Part]] = {(group, kind): [] for group in plan.sizes for kind in range(3)}
         for name, moves in plan.moves.items():
-            axes = plan.axes(name)
-            for axis in axes:
+            for axis in (axes := sorted(moves)):
                 other = next((a for a in axes if a != axis), None)
+                kind = 0 if other is None else 1 if axis == axes[0] else 2
                 for group, index in moves[axis]:
-                    part = Part(name, axis, other, group, index, second=axis != axes[0])
-                    self.parts[group].append(part)
+                    self.parts[group, kind].append(Part(name, axis, other, index))
         self._sums: dict[tuple[str, int], Tensor] = {}
 
-    def orders(self, sources: Mapping[str, Tensor]) -> dict[tuple[str, int], Tensor]:
-        """Orders of positions, for the (tensor, axis) pairs all of whose groups are in ``sources``."""
-        found = {}
-        for name, moves in self.plan.moves.items():
-            for axis, parts in moves.items():
-                if all(group in sources for group, _ in parts):
-                    found[name, axis] = self.plan.order(name, axis, self.state[name].shape[axis], sources)
-        return found
-
-    def sums(self, group: str, orders: Mapping[tuple[str, int], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(self, group: str, orders: Orders) -> tuple[Tensor, Tensor, Tensor]:
         """The three sums of a group with the other axes in their order; not to be changed, and good until called again.
 
         A sum is brought up to date by the positions whose order has changed since, or computed anew if most have.
         """
         rows: list[Tensor] = []  # of operands: in the order of all positions, or those that have changed, new and old
         made: list[tuple[Part, Tensor, int]] = []
-        for kind in (1, 2):
-            parts = self._of_kind(group, kind)
-            changed = [self._changed(part, orders[part.tensor, part.other]) for part in parts]  # type: ignore[index]
-            new, all_ = sum(map(len, changed)), sum(len(self._operands(part)[0]) for part in parts)
-            if (group, kind) not in self._sums or new > _MOSTLY_NEW * all_:
-                self._sums[group, kind] = self._zeros(group)
-                changed = []
-            for k, part in enumerate(parts):
-                order = orders[part.tensor, part.other]  # type: ignore[index]
-                own = [order]
-                if changed:
+        for key in ((group, 1), (group, 2)):
+            now = [(part, orders[part.tensor, part.other]) for part in self.parts[key]]  # type: ignore[index]
+            changed = [_changed(part.order, order) for part, order in now]
+            everything = sum(len(self._operands(part)[0]) for part, _ in now)
+            anew = key not in self._sums or sum(map(len, changed)) > _MOSTLY_NEW * everything
+            if anew:
+                self._sums[key] = self._zeros(group)
+            for (part, order), at in zip(now, changed, strict=True):
+                if anew:
+                    own = [order]
+                elif len(at):
                     assert part.order is not None
-                    own = [changed[k], order[changed[k]], part.order[changed[k]]] if len(changed[k]) else []
-                made.append((part, self._sums[group, kind], len(own)))
+                    own = [at, order[at], part.order[at]]
+                else:
+                    own = []
+                made.append((part, self._sums[key], len(own)))
                 rows += own
                 part.order = order
         there = iter(moved(rows, next(iter(self.reference.values())).device))
@@ -160,8 +148,8 @@ class PairProducts:
             if count == 1:
                 _add_product(total, left, right.index_select(0, next(there)))
             elif count:
-                at, now, before = (next(there) for _ in range(count))
-                difference = right.index_select(0, now).sub_(right.index_select(0, before))
+                at, new, old = (next(there) for _ in range(count))
+                difference = right.index_select(0, new).sub_(right.index_select(0, old))
                 _add_product(total, left.index_select(0, at), difference)
         return self._constant(group), self._sums[group, 1], self._sums[group, 2]
 
@@ -169,7 +157,7 @@ class PairProducts:
         """The three sums of a group with the other axes' groups at their barycenters: every unit is the mean unit."""
         found = [self._zeros(group) for _ in range(2)]
         for total, kind in zip(found, (1, 2), strict=True):
-            for part in self._of_kind(group, kind):
+            for part in self.parts[group, kind]:
                 _add_product(total, *self._averaged(part))
         return self._constant(group), found[0], found[1]
 
@@ -189,24 +177,15 @@ class PairProducts:
         lefts, rights = zip(*pieces, strict=True)
         return torch.cat(lefts), torch.cat(rights)
 
-    def _of_kind(self, group: str, kind: int) -> list[Part]:
-        return [p for p in self.parts[group] if kind == (0 if p.other is None else 2 if p.second else 1)]
-
     def _constant(self, group: str) -> Tensor:
         if (group, 0) not in self._sums:
             total = self._zeros(group)
-            pairs = [self._operands(part) for part in self._of_kind(group, 0)]
+            pairs = [self._operands(part) for part in self.parts[group, 0]]
             if pairs:
                 lefts, rights = zip(*pairs, strict=True)
                 _add_product(total, torch.cat(lefts, 1), torch.cat(rights, 1))
             self._sums[group, 0] = total
         return self._sums[group, 0]
-
-    def _changed(self, part: Part, order: Tensor) -> Tensor:
-        """Positions along the other axis whose order has changed."""
-        return (
-            torch.arange(len(order), device="cpu") if part.order is None else (order != part.order).nonzero().squeeze(1)
-        )
 
     def _zeros(self, group: str) -> Tensor:
         units, like = self.plan.sizes[group], next(iter(self.reference.values()))
@@ -218,16 +197,19 @@ class PairProducts:
         return part.left, part.right
 
 
+def _changed(before: Tensor | None, order: Tensor) -> Tensor:
+    """Positions whose order has changed."""
+    return torch.arange(len(order), device="cpu") if before is None else (order != before).nonzero().squeeze(1)
+
+
 def _layout(tensor: Tensor, part: Part) -> Tensor:
     """``[positions of the other axis, everything else, units]``, contiguous (the tensor itself where it is that)."""
     units_last = tensor.movedim(part.axis, -1)
-    if part.other is not None:
-        units_last = units_last.movedim(part.other - (part.other > part.axis), 0)
-    else:
+    if part.other is None:
         units_last = units_last.unsqueeze(0)
-    flat = part.index.T.reshape(-1)
-    if len(flat) != units_last.shape[-1] or not torch.equal(flat, torch.arange(len(flat), device="cpu")):
-        units_last = units_last.index_select(-1, flat.to(tensor.device))
+    else:
+        units_last = units_last.movedim(part.other - (part.other > part.axis), 0)
+    units_last = in_order(units_last, -1, part.index.T.reshape(-1))
     return units_last.reshape(units_last.shape[0], -1, len(part.index)).contiguous()
 
 
@@ -236,32 +218,135 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
 
 
-class KeptSimilarities(WeightSimilarities):
-    """As :class:`WeightSimilarities`, with Gram matrices that are kept from one call to the next.
+class WeightSimilarities:
+    """What speaks for pairing the units of two networks, family by family, with the other families' permutations."""
 
-    Attributes:
-        plan: what moves what.
-        products: the kept matrices.
-    """
+    def __init__(
+        self,
+        graph: SymmetryGraph,
+        reference: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        plan: MovePlan | None = None,
+    ) -> None:
+        """Take two sets of parameters, of one dtype each and on one device."""
+        self.graph, self.reference, self.state = graph, reference, state
+        self.plan = plan or MovePlan.of(graph)
+        self.products = PairProducts(self.plan, reference, state)
+        self.prices: dict[str, Tensor] = {}  # from assignments, to begin the next ones with
 
-    def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        super().__init__(graph, reference, state)
-        self.plan = plan_moves(graph, families(graph))
-        self.products = PairProducts(self.plan, self.reference, self.state)
+    @classmethod
+    def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Self:
+        """Take two state dicts; the computation runs on the device and in the dtype of the second."""
+        names = {m.parameter for g in graph.permutations for m in trainable_members(graph, g)}
+        own = dict(each_working(graph, state, names))
+        other = each_working(graph, reference, own)
+        return cls(graph, {n: t.to(own[n].device, own[n].dtype) for n, t in other}, own)
+
+    def value(self, family: Family, permutation: Mapping[str, Tensor]) -> float:
+        """Inner product of the family's tensors with all permutations applied."""
+        there = self._moved(family.tensors, permutation, frozenset())
+        return sum(numbers([(self.reference[n] * there[n]).sum(dtype=torch.float64) for n in family.tensors]))
 
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`WeightSimilarities.grams`, in the dtype of the state."""
+        """For each group of a family ``[blocks * size, blocks * size]`` on the host, other families' groups applied.
+
+        It is over the positions that no deeper group moves. Where a root moves a tensor along two axes, the other axis
+        is in the order of ``permutation``.
+        """
         if any(n not in self.plan.moves for n in family.tensors):
-            return super().grams(family, permutation)
+            return self.grams_anew(family, permutation)
         groups = [f for f in self.plan.families if f.tensors & family.tensors]
         sources = {g.name: flat_source(g, permutation) for f in groups for g in f.groups}
-        orders = {
-            (name, axis): self.plan.order(name, axis, self.state[name].shape[axis], sources)
-            for name in family.tensors
-            for axis in self.plan.moves[name]
-        }
+        orders = self.plan.orders(family.tensors, sources)
         found = {}
         for group in family.groups:
             constant, first, second = self.products.sums(group.name, orders)
             found[group.name] = (constant + first).add_(second)
         return dict(zip(found, moved(list(found.values()), torch.device("cpu")), strict=True))
+
+    def grams_anew(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As :meth:`grams`, without what is kept, in float64."""
+        there = self._moved(family.tensors, permutation, family.names)
+        found: dict[str, Tensor] = {}
+        for group in family.groups:
+            total: Tensor | None = None
+            for member in trainable_members(self.graph, group):
+                tensor = there[member.parameter]
+                for other in group.members if not family.children else ():
+                    if other.parameter == member.parameter and other.axis != member.axis:
+                        ndim = len(self.graph.shapes[other.parameter])
+                        tensor = permute_axis(tensor, other, permutation[group.name], ndim)
+                part = own_member(member, family.below(group))
+                if part is not None:
+                    gram = member_gram(part, self.reference[member.parameter], tensor)
+                    total = gram if total is None else total + gram
+            units = self.plan.sizes[group.name]
+            zeros = torch.zeros(units, units, dtype=torch.float64, device="cpu")
+            found[group.name] = zeros if total is None else total.to(zeros)
+        return found
+
+    def blocks(
+        self, family: Family, moving: str, permutation: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Pieces of a coupled family, float64 on the host; every tensor counts in one piece.
+
+        They are the root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested
+        right in the root ``[H, n, H, n]``, given the inner permutations of the others. A tensor that several groups
+        move counts for ``moving`` if that is among them.
+        """
+        root = family.root
+        there = self._moved(family.tensors, permutation, family.names)
+        own = torch.zeros(root.size, root.size, dtype=torch.float64, device="cpu")
+        for member in trainable_members(self.graph, root):
+            part = own_member(member, family.children)
+            if part is not None:
+                own += member_gram(part, self.reference[member.parameter], there[member.parameter]).to(own)
+        inner: dict[str, Tensor] = {}
+        direct = sorted((c for c in family.children if c.parent == root.name), key=lambda c: c.name != moving)
+        counted: set[str] = set()
+        for child in direct:
+            heads, size = child.blocks[0], child.size
+            total = torch.zeros(heads, size, heads, size, dtype=torch.float64, device="cpu")
+            shared: set[str] = set()
+            for member in trainable_members(self.graph, child):
+                reference, tensor = self.reference[member.parameter], there[member.parameter]
+                partners = [c for c in direct if c is not child and any(interact(member, m) for m in c.members)]
+                if not partners:
+                    total += member_gram(member, reference, tensor).to(total).reshape(total.shape)
+                    continue
+                if member.parameter in counted:
+                    continue
+                shared.add(member.parameter)
+                for h in range(heads):  # the partners' inner order is the one that the block h is to receive
+                    held = {c.name: permutation[c.name][h].expand(c.shape).clone() for c in partners}
+                    arranged = permute_tensors(self.graph, held, {member.parameter: tensor})[member.parameter]
+                    total[h] += member_gram(member, reference, arranged).to(total).reshape(total.shape)[h]
+            counted |= shared
+            inner[child.name] = total
+        return own, inner
+
+    def inside(self, family: Family, group: PermutationGroup, permutation: Mapping[str, Tensor]) -> Tensor:
+        """Inner products ``[blocks, n, n]`` within the blocks of a deeper group, all other groups applied."""
+        there = self._moved(family.tensors, permutation, frozenset((group.name,)))
+        blocks = math.prod(group.blocks)
+        total = torch.zeros(blocks, group.size, group.size, dtype=torch.float64, device="cpu")
+        for member in trainable_members(self.graph, group):
+            gram = member_gram(member, self.reference[member.parameter], there[member.parameter])
+            pairs = gram.to(total).reshape(blocks, group.size, blocks, group.size)
+            total += torch.diagonal(pairs, dim1=0, dim2=2).permute(2, 0, 1)
+        return total
+
+    def _moved(
+        self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]
+    ) -> dict[str, Tensor]:
+        """Some tensors of the state with all permutations applied but those of the groups in ``held``."""
+        touching = {
+            g.name: permutation[g.name]
+            for g in self.graph.permutations
+            if g.name not in held and any(m.parameter in names for m in g.members)
+        }
+        for name in list(touching):
+            while name := name.rpartition("/")[0]:
+                if name in permutation and name not in held:
+                    touching[name] = permutation[name]
+        return permute_tensors(self.graph, touching, {name: self.state[name] for name in names})

@@ -1,17 +1,13 @@
 """Frank-Wolfe on doubly stochastic matrices: a relaxation of weight matching that sees all groups at once.
 
-Every group is relaxed to a doubly stochastic matrix, started at the barycenter (all entries equal). The linear oracle
-is an assignment for each family. Tensors are moved along one or two axes, so the objective along a step is a quadratic
-polynomial, whose maximum has a closed form. (A tensor that is moved along more axes is left to the descent.)
-
-Matrices never multiply tensors. An iteration needs the Gram matrices at one vertex (a permutation), one product for
-each (tensor, axis), and mixes them with those at hand.
+Every group starts at the barycenter (all entries equal); the linear oracle is an assignment for each family. Matrices
+never multiply tensors: an iteration needs the Gram matrices at one vertex (a permutation), and mixes them with those at
+hand. A tensor that is moved along more than two axes is left to the descent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,31 +17,21 @@ from tu_symmetry.alignment.products import PairProducts
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.transfer import moved, numbers
 
-Progress = Callable[[dict[str, Any]], None]
 _ITERATIONS = 50
 _TOLERANCE = 1e-4
 _LANDINGS = 3  # steps of full length after which the rest is left to a descent
 
 
 class RelaxedPair:
-    """A pair of networks with a doubly stochastic matrix on each group, in the space of units alone.
-
-    Every tensor is moved along at most two axes, so Gram matrices are affine in the matrices: on the path to a vertex
-    they are mixtures of what they are at both ends, and only those of the vertex (a permutation) have to be computed.
-
-    Attributes:
-        matrices: group to ``[units, units]``.
-        similarities: group to its three sums of Gram matrices (see :class:`PairProducts`).
-    """
+    """A pair of networks with a doubly stochastic matrix on each group, at first the barycenter."""
 
     def __init__(self, products: PairProducts) -> None:
-        """Start at the barycenter."""
         self.products, self.plan = products, products.plan
         like = next(iter(products.reference.values()))
         self.matrices = {
             g: torch.full((n, n), 1.0 / n, dtype=like.dtype, device=like.device) for g, n in self.plan.sizes.items()
         }
-        self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}
+        self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}  # three sums each
 
     def vertex(self) -> tuple[Permutation, dict[str, Tensor], float, float]:
         """The best vertex for the gradient: as a permutation, as sources of units, the gain, and its scale."""
@@ -59,11 +45,9 @@ class RelaxedPair:
         for family in self.plan.families:
             permutation.update(assign_family(family, on_host))
             for group in family.groups:
-                source = flat_source(group, permutation)
-                sources[group.name] = source
-                best = float(
-                    on_host[group.name][torch.arange(len(source), device="cpu"), source].sum(dtype=torch.float64)
-                )
+                source = sources[group.name] = flat_source(group, permutation)
+                picked = on_host[group.name][torch.arange(len(source), device="cpu"), source]
+                best = float(picked.sum(dtype=torch.float64))
                 gap += best
                 scale += abs(best)
         return permutation, sources, gap, scale
@@ -71,10 +55,10 @@ class RelaxedPair:
     def advance(self, sources: Mapping[str, Tensor], gap: float) -> float:
         """Move to the best point on the path to a vertex of positive ``gap``; returns the step's length in [0, 1].
 
-        Along the path a tensor's part of the objective is bilinear in its two axes. The curvature is the difference of
-        one axis' similarities between the ends, taken along the difference of that axis' matrices.
+        Along the path a tensor's part of the objective is bilinear in its two axes, so the objective is quadratic. Its
+        curvature is the difference of one axis' similarities between the ends along that of its matrices.
         """
-        orders = self.products.orders(sources)
+        orders = self.products.plan.orders(self.plan.moves, sources)
         ends = {g: self.products.sums(g, orders) for g in self.plan.sizes}
         device = next(iter(self.matrices.values())).device
         there = dict(zip(sources, moved(list(sources.values()), device), strict=True))
@@ -103,26 +87,16 @@ class RelaxedPair:
         return {n: p for family in self.plan.families for n, p in assign_family(family, matrices).items()}
 
 
-def frank_wolfe(products: PairProducts, *, progress: Progress | None = None) -> tuple[Permutation, int]:
+def frank_wolfe(products: PairProducts) -> tuple[Permutation, int]:
     """Maximize the matching objective of two networks over doubly stochastic matrices, then assign.
 
     The relaxation ends when the gap closes, or when a step has landed on a vertex for the third time: from there it
-    goes on between permutations, and a descent does that at a lower cost. (On planted and on independent networks what
-    descent makes of the third vertex is as good as what it makes of the last; the first and the second are worse.)
-
-    Args:
-        products: the pair of networks.
-        progress: called after each iteration with ``{"iteration", "gap"}``, the gap relative to the objective.
-
-    Returns:
-        A permutation (of the groups that move a parameter), and the number of iterations.
+    goes on between permutations, and a descent does that at a lower cost. The number of iterations comes with it.
     """
     pair = RelaxedPair(products)
     landings = iteration = 0
     for iteration in range(1, _ITERATIONS + 1):
         vertex, sources, gap, scale = pair.vertex()
-        if progress is not None:
-            progress({"iteration": iteration, "gap": gap / scale if scale else 0.0})
         if gap <= _TOLERANCE * scale:
             break
         landings += pair.advance(sources, gap) == 1

@@ -1,9 +1,7 @@
 """What averaging breaks and how to correct it: statistics of hidden units after merging.
 
-The units of an interpolated network have too small a variance: units of the endpoints that are not perfectly correlated
-partly cancel. Batch normalization then divides by statistics that are no longer true. Re-estimating them corrects
-networks with batch normalization; REPAIR (Jordan et al. 2023, arXiv 2211.08403) corrects the others by rescaling each
-hidden unit so that its mean and standard deviation are the interpolation of the endpoints'.
+Units of the averaged networks that are not perfectly correlated partly cancel, so that the average's have too small a
+variance. Batch normalization then divides by statistics that are no longer true.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device, reusable
 from tu_symmetry.states import State, as_given, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
+from tu_symmetry.transfer import numbers
 
 Correction = Literal["none", "batchnorm", "repair"]
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -45,7 +44,7 @@ class _Moments:
         self.count = total
 
     def finite(self) -> Tensor:
-        """Whether all are numbers; NaN and infinity stay once they are there."""
+        """Whether all are numbers."""
         return torch.isfinite(self.mean).all() & torch.isfinite(self.scatter).all()
 
     @property
@@ -60,19 +59,15 @@ def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @leaves_randomness
 def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> State:
-    """Running statistics of all BatchNorm layers, from data.
+    """A state with running statistics of all BatchNorm layers from data; all else is shared with the given one.
 
-    One pass in which each batch is normalized by its own statistics, as in training, so that later layers see what
-    they will see. Means and (unbiased) variances are pooled over all samples, not averaged over batches: the result
-    does not hang on the size of the last batch.
+    One pass in which each batch is normalized by its own statistics, as in training. Means and (unbiased) variances are
+    pooled over all samples, so that the result does not hang on the size of the last batch.
 
     Args:
         model: the module, left as it is.
         state: its weights.
         dataloader: batches, tensors or tuples that begin with the inputs.
-
-    Returns:
-        A new state: ``running_mean`` and ``running_var`` are replaced, all else is shared with the input.
 
     Raises:
         ValueError: an empty loader, a network without running statistics, or statistics that would be NaN or infinite;
@@ -85,21 +80,12 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
             "batch normalization are corrected by repair()"
         )
     moments = {path: _Moments(1) for path in layers}
-
-    def watch(path: str) -> Callable[..., None]:
-        return lambda module, args: moments[path].add(args[0])
-
     weights, device = on_device(require_state(state, "state", like=model.state_dict()))
     scratch = {n: t.clone() if n.rpartition(".")[0] in layers else t for n, t in weights.items()}
-    handles = [m.register_forward_pre_hook(watch(path)) for path, m in layers.items()]
-    try:
-        with evaluating(model):
-            for module in layers.values():
-                module.training = True
-            _watch(model, scratch, dataloader, device, moments)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model, {path: _watch(found, inputs=True) for path, found in moments.items()}):
+        for module in layers.values():
+            module.training = True
+        _fill(moments, model, scratch, dataloader, device)
     result = as_given(state, state)
     for path, found in moments.items():
         if found.count == 0:
@@ -117,16 +103,14 @@ def repair(
     ratios: Sequence[float],
     merged_state: Mapping[str, Tensor],
     dataloader: Iterable[Any],
-    *,
-    layers: Sequence[str] | None = None,
-    progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> State:
     """REPAIR a merged network: every hidden unit gets the interpolated mean and standard deviation of the endpoints'.
 
-    Batch normalization layers are re-estimated (their outputs then have the interpolated statistics, since beta and
-    gamma are interpolated). Then each other linear or convolution layer is rescaled and shifted, channel by channel, in
-    the order of execution: a layer is measured with all earlier ones corrected, so the statistics on ``dataloader`` are
-    met exactly. That takes one pass over the loader for each layer, and one for each endpoint.
+    Batch normalization layers are re-estimated. Then each other linear or convolution layer that runs once, owns its
+    weight, does not feed a BatchNorm layer directly, and is not the last one to run (the output), is rescaled and
+    shifted, channel by channel, in the order of execution: it is measured with all earlier ones corrected, so the
+    statistics on ``dataloader`` are met exactly. That takes one pass over the loader for each layer, and one for each
+    endpoint (Jordan et al. 2023, arXiv 2211.08403).
 
     Args:
         model: the module, left as it is.
@@ -134,16 +118,13 @@ def repair(
         ratios: their weights in the merged network, which sum to one.
         merged_state: the interpolated or averaged network.
         dataloader: batches, tensors or tuples that begin with the inputs; the same order is not needed.
-        layers: names of the modules to correct. If left out: linear and convolution layers that run once, own their
-            weight, do not feed a BatchNorm layer directly, and are not the last one to run (the output).
-        progress: called after each pass with ``{"done", "total"}``.
 
     Returns:
         A new state. Layers without bias are rescaled only. Units that are constant are shifted only.
 
     Raises:
-        ValueError: ratios that do not fit, an empty loader, layers that cannot be corrected, or statistics that are NaN
-            or infinite; the message names the batch.
+        ValueError: ratios that do not fit, an empty loader, or statistics that are NaN or infinite; the message names
+            the batch.
     """
     if len(states) != len(ratios) or not states or abs(sum(ratios) - 1) > 1e-6:
         raise ValueError(
@@ -154,23 +135,13 @@ def repair(
     result = as_given(merged_state, require_state(merged_state, "merged_state", like=own))
     if batchnorm_layers(model):
         result = reestimate_batchnorm(model, result, batches)
-    todo = _correctable(model, result, batches) if layers is None else list(layers)
-    modules = dict(model.named_modules())
-    for path in todo:
-        if not isinstance(modules.get(path), _LAYERS) or f"{path}.weight" not in result:
-            raise ValueError(
-                f"layer {path!r} cannot be corrected: it is {type(modules.get(path)).__name__}, and repair rescales "
-                "the weight of nn.Linear and nn.Conv1d to nn.Conv3d (without parametrizations)"
-            )
+    todo = _correctable(model, result, batches)
     if not todo:
         return result  # every hidden layer feeds a BatchNorm layer: re-estimation is all there is to do
-    total = len(states) + len(todo)
     ends = []
     for k in range(len(states)):  # by number: a sequence that reads its networks from files keeps none of them
         ends.append(_measure(model, require_state(states[k], f"states[{k}]", like=own), batches, todo))
-        if progress is not None:
-            progress({"done": k + 1, "total": total})
-    for k, path in enumerate(todo):
+    for path in todo:
         now = _measure(model, result, batches, [path])[path]
         goal_mean = sum(r * end[path].mean for r, end in zip(ratios, ends, strict=True))
         goal_std = sum(r * end[path].std for r, end in zip(ratios, ends, strict=True))
@@ -181,8 +152,6 @@ def repair(
         bias = result.get(f"{path}.bias")
         if bias is not None:
             result[f"{path}.bias"] = _held((bias.double() - now.mean) * factor + goal_mean, bias, f"{path}.bias")
-        if progress is not None:
-            progress({"done": len(states) + k + 1, "total": total})
     return result
 
 
@@ -205,33 +174,34 @@ def correct(
     return repair(model, states, ratios, merged_state, dataloader)
 
 
-def _watch(
+def _watch(moments: _Moments, *, inputs: bool) -> Callable[..., None]:
+    """A hook that adds what a layer is given, or makes."""
+    return lambda module, args, output: moments.add(args[0] if inputs else output)
+
+
+def _fill(
+    moments: Mapping[str, _Moments],
     model: nn.Module,
     weights: Mapping[str, Tensor],
     dataloader: Iterable[Any],
     device: torch.device,
-    moments: Mapping[str, _Moments],
 ) -> None:
     """Run a network over the data while its hooks fill the moments.
 
     Raises:
         ValueError: an empty loader; moments that are NaN or infinite, with the first batch that makes them so.
     """
-    sound: list[Tensor] = []  # for each batch, whether its inputs are finite, and all moments so far
-    for inputs in input_batches(dataloader, device):
+    for batch, inputs in enumerate(input_batches(dataloader, device)):
         forward(model, weights, inputs)
-        finite = torch.isfinite(inputs).all()
-        so_far = [found.finite().to(device) for found in moments.values() if found.count]
-        sound.append(torch.stack([finite, torch.stack(so_far).all() if so_far else torch.ones_like(finite)]))
-    table = torch.stack(sound).tolist()
-    if table[-1][1]:
-        return
-    batch = next(k for k, (_, whole) in enumerate(table) if not whole)
-    path = next(path for path, found in moments.items() if found.count and not found.finite())
-    why = "its inputs are finite: the network diverges" if table[batch][0] else "it holds such numbers itself"
-    raise ValueError(
-        f"the activations at {path!r} are NaN or infinite on batch {batch} of the data (counted from 0), and {why}"
-    )
+        filled = {path: found.finite() for path, found in moments.items() if found.count}
+        broken = [path for path, finite in zip(filled, numbers(list(filled.values())), strict=True) if not finite]
+        if broken:
+            sound = bool(torch.isfinite(inputs).all())
+            why = "its inputs are finite: the network diverges" if sound else "it holds such numbers itself"
+            raise ValueError(
+                f"the activations at {broken[0]!r} are NaN or infinite on batch {batch} of the data (counted from 0), "
+                f"and {why}"
+            )
 
 
 def _held(value: Tensor, given: Tensor, name: str) -> Tensor:
@@ -254,22 +224,10 @@ def _measure(
 ) -> dict[str, _Moments]:
     """Moments of the outputs of some layers, in evaluation mode."""
     modules = dict(model.named_modules())
-    moments = {path: _Moments(_channel_axis(modules[path])) for path in paths}
-
-    def watch(path: str) -> Callable[..., None]:
-        return lambda module, args, output: moments[path].add(output)
-
+    moments = {path: _Moments(-1 if isinstance(modules[path], nn.Linear) else 1) for path in paths}
     weights, device = on_device(state)
-    handles = [modules[path].register_forward_hook(watch(path)) for path in paths]
-    try:
-        with evaluating(model):
-            _watch(model, weights, dataloader, device, moments)
-    finally:
-        for handle in handles:
-            handle.remove()
-    idle = [path for path, found in moments.items() if found.count == 0]
-    if idle:
-        raise ValueError(f"the layers {idle} do not run in the forward pass, so they have no statistics to correct")
+    with evaluating(model, {path: _watch(found, inputs=False) for path, found in moments.items()}):
+        _fill(moments, model, weights, dataloader, device)
     return moments
 
 
@@ -289,32 +247,16 @@ def _correctable(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iter
 
         return hook
 
-    weights, device = on_device(state)
-    handles = [
-        m.register_forward_hook(watch(path))
-        for path, m in model.named_modules()
-        if isinstance(m, (*_LAYERS, _BatchNorm))
-    ]
-    try:
-        with evaluating(model):
-            forward(model, weights, next(input_batches(dataloader, device)))
-    finally:
-        for handle in handles:
-            handle.remove()
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     modules = dict(model.named_modules())
+    weights, device = on_device(state)
+    with evaluating(model, {p: watch(p) for p, m in modules.items() if isinstance(m, (*_LAYERS, _BatchNorm))}):
+        forward(model, weights, next(input_batches(dataloader, device)))
+    owners = [id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)]
     return [
         path
         for path in calls[:-1]
         if calls.count(path) == 1
         and not any(outputs[path] is read for read in normalized)
         and f"{path}.weight" in state
-        and owners[id(modules[path].weight)] == 1
+        and owners.count(id(modules[path].weight)) == 1
     ]
-
-
-def _channel_axis(module: nn.Module) -> int:
-    return -1 if isinstance(module, nn.Linear) else 1

@@ -1,36 +1,24 @@
 """Straight-through matching: the permutation whose midpoint network has the least loss.
 
-Weight matching looks at weights alone. Here a free copy of the weights is trained so that its projection onto the orbit
-of a network (the closest permuted network, found by weight matching) gives a low loss halfway to the reference;
-gradients pass the projection as if it were the identity (Ainsworth et al. 2023, section 3.3).
+A free copy of the weights is trained so that its projection onto the orbit of a network (the closest permuted network)
+gives a low loss halfway to the reference; gradients pass the projection as if it were the identity.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.barrier import Loss, interpolate, mean_loss
-from tu_symmetry.alignment.gram import WeightSimilarities, families, working
-from tu_symmetry.alignment.matching import (
-    Matching,
-    Progress,
-    descend,
-    inner_product,
-    weight_distance,
-    weight_matching,
-)
+from tu_symmetry.alignment.gram import each_working
+from tu_symmetry.alignment.matching import Matching, descend, inner_product, weight_distance, weight_matching
+from tu_symmetry.alignment.products import MovePlan, WeightSimilarities
 from tu_symmetry.alignment.repair import batchnorm_layers, reestimate_batchnorm
-from tu_symmetry.evaluation import (
-    evaluating,
-    forward,
-    labeled_batches,
-    on_device,
-    reusable,
-)
+from tu_symmetry.evaluation import evaluating, forward, labeled_batches, on_device, reusable
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -48,10 +36,10 @@ def straight_through_matching(
     *,
     epochs: int = 5,
     learning_rate: float = 1e-3,
-    max_iterations: int = 100,
-    progress: Progress | None = None,
 ) -> Matching:
     """Find the permutation of ``state`` that makes the network halfway to ``reference_state`` a good one.
+
+    The method of Ainsworth et al. 2023, section 3.3.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
@@ -63,8 +51,6 @@ def straight_through_matching(
         loss: mean loss over a batch, differentiable.
         epochs: passes of training over the loader.
         learning_rate: Adam's learning rate on the free copy.
-        max_iterations: bound on the sweeps of each projection.
-        progress: called after each epoch with ``{"epoch", "loss", "best"}``: losses of the midpoint.
 
     Returns:
         The permutation with the least midpoint loss over the loader among weight matching's and those after each epoch
@@ -75,16 +61,15 @@ def straight_through_matching(
         ValueError: an empty loader, or a loss that is not finite.
     """
     batches = reusable(dataloader)
-    matched = weight_matching(graph, reference_state, state, max_iterations=max_iterations)
+    matched = weight_matching(graph, reference_state, state)
     if not graph.permutations:
         return matched
     anchor, device = on_device(reference_state)
     other = {n: t.to(device) for n, t in state.items()}
-    names = list(working(graph, anchor))
-    free = {n: t.clone() for n, t in working(graph, anchor).items()}
+    free = {n: t.clone() for n, t in each_working(graph, anchor)}
+    own = {n: t.to(free[n].dtype) for n, t in each_working(graph, other)}
     optimizer = torch.optim.Adam(list(free.values()), lr=learning_rate)
-    own = {n: t.to(free[n].dtype) for n, t in working(graph, other).items()}
-    family_list = families(graph)
+    plan = MovePlan.of(graph)
     normalizations = list(batchnorm_layers(model).values())
 
     def midpoint_loss(permutation: Permutation) -> float:
@@ -100,14 +85,13 @@ def straight_through_matching(
             for module in normalizations:
                 module.training = True
             for inputs, targets in labeled_batches(batches, device):
-                current, more, converged = descend(
-                    WeightSimilarities(graph, free, own), family_list, current, max_iterations
-                )
+                similarities = WeightSimilarities(graph, free, own, plan)
+                current, more, converged = descend(similarities, plan.families, current)
                 sweeps += more
                 middle = interpolate(anchor, permute_tensors(graph, current, other), 0.5)
                 middle = {n: t.detach().clone() for n, t in middle.items()}  # running statistics are written to
-                leaves = [middle[n].requires_grad_() for n in names]
-                for name, leaf in zip(names, leaves, strict=True):
+                leaves = {n: middle[n].requires_grad_() for n in free}
+                for name, leaf in leaves.items():
                     middle.update(dict.fromkeys(graph.aliases[name], leaf))
                 value = loss(forward(model, middle, inputs), targets)
                 if not torch.isfinite(value):
@@ -115,21 +99,19 @@ def straight_through_matching(
                         f"the loss of the midpoint network is {value.item()} in epoch {epoch}; a smaller learning_rate "
                         f"than {learning_rate} may help"
                     )
-                gradients = torch.autograd.grad(value, leaves, allow_unused=True)
-                for name, gradient in zip(names, gradients, strict=True):
-                    free[name].grad = None if gradient is None else 0.5 * gradient.to(free[name].dtype)
+                gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+                for tensor, gradient in zip(free.values(), gradients, strict=True):
+                    tensor.grad = None if gradient is None else 0.5 * gradient.to(tensor.dtype)
                 optimizer.step()
         now = midpoint_loss(current)
         if now < best_loss:
             best, best_loss = current, now
-        if progress is not None:
-            progress({"epoch": epoch, "loss": now, "best": best_loss})
     moved = permute_tensors(graph, best, state)
-    return Matching(
+    return replace(
+        matched,
         permutation=best,
         objective=inner_product(graph, reference_state, moved),
         sweeps=sweeps,
         converged=converged,
-        distance_before=matched.distance_before,
         distance_after=weight_distance(graph, reference_state, moved),
     )

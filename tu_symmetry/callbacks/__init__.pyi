@@ -9,4 +9,3 @@ from .reference import PredictiveWriter as PredictiveWriter
 from .reference import ReferencePredictive as ReferencePredictive
 from .scale import ScaleCanonicalization as ScaleCanonicalization
 from .snapshots import PosteriorSnapshots as PosteriorSnapshots
-from .weight_decay import EvidenceWeightDecay as EvidenceWeightDecay

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Sized
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.held_out import at_most, calibration_loader, share_samples, spread, testing_loader
-from tu_symmetry.callbacks.laplace_log import log_scalars, say
+from tu_symmetry.callbacks.held_out import at_most, calibration_loader, is_tested_on, share_samples, spread
 from tu_symmetry.callbacks.laplace_users import (
     LaplaceUser,
     attach,
     find_networks,
     leave_inference,
+    log_scalars,
     predictive_options,
     require_own,
+    say,
     share_buffers,
     training_likelihood,
 )
@@ -46,8 +46,6 @@ from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.reporting.progress import show_progress
 from tu_symmetry.routines.predictive import HALF_PRECISION
 
-Calibrate = bool | Literal["auto"]
-Iterations = int | Literal["auto"] | None
 Progress = Callable[[dict[str, Any]], None]
 
 T = TypeVar("T")
@@ -73,21 +71,10 @@ class FitLaplace(Callback):
     data are read in order, whole and unaugmented. Loggers get ``laplace/log_evidence`` (nats), ``laplace/gamma``,
     ``laplace/noise_variance``, ``laplace/temperature``, ``laplace/held_out/network/nll`` and so on.
 
-    Example:
-        >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
-        ...     model, 10, nn.CrossEntropyLoss(), post_processing=LaplacePostProcessing(),
-        ... )
-        >>> trainer = TUTrainer(callbacks=[FitLaplace(prior="per_group")])                  # doctest: +SKIP
-        >>> trainer.fit(routine, datamodule); trainer.test(routine, datamodule)             # doctest: +SKIP
-
     Args:
         train_data: the training data as the network sees them when it predicts; None for the trainer's, with the data
             module's ``test_transform``.
-        transform: takes the place of the training data set's ``transform``.
-        batch_size: None for that of the training loader.
         network: attribute path (``"model.ema_model"``) or callable of the LightningModule; None for its ``model``.
-        at_fit_end: whether to fit at the end of ``fit``.
-        evidence: whether to choose the precisions by the evidence.
         hyperprior: see :meth:`LinearizedLaplace.optimize_evidence`.
         max_iterations: the most that the evidence takes. ``auto``: as many as read 75,000 samples, and 30 at least,
             which is enough to predict with. None: to convergence, to compare networks by their evidence.
@@ -99,42 +86,31 @@ class FitLaplace(Callback):
         path: file to save to; None for ``laplace.safetensors`` beside the checkpoint. Members of an ensemble are saved
             to ``NAME_0.safetensors`` and so on.
         load_from: a file that was saved earlier, to use instead of fitting before tests.
-        prefix: first part of the logged names.
-        log_groups: log three scalars for each group of weights, too.
         likelihood: None for that of the LightningModule's ``loss``, else ``classification``.
         options: those of :class:`~tu_symmetry.LinearizedLaplace` (``prior``, ``curvature``, ...).
 
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.
-        laplace, evidence_result, calibration, saved_to: the only one of these, or None.
-
-    Raises:
-        ValueError: options that are not known or do not go together.
+        laplace, evidence_result, calibration: the only one of these, or None.
     """
 
     def __init__(
         self,
         train_data: DataLoader[Any] | Dataset[Any] | None = None,
         *,
-        transform: Callable[[Any], Any] | None = None,
-        batch_size: int | None = None,
         network: ModuleSource | None = None,
-        at_fit_end: bool = True,
-        evidence: bool = True,
         hyperprior: Hyperprior | Literal["default"] | None = "default",
-        max_iterations: Iterations = "auto",
-        calibrate: Calibrate = "auto",
+        max_iterations: int | Literal["auto"] | None = "auto",
+        calibrate: bool | Literal["auto"] = "auto",
         calibration_data: DataLoader[Any] | Dataset[Any] | None = None,
         standard_errors: float = 2.0,
         path: str | Path | None = None,
         load_from: str | Path | None = None,
-        prefix: str = "laplace",
-        log_groups: bool = False,
         likelihood: LikelihoodName | Likelihood | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        require_numbers(batch_size=batch_size, standard_errors=standard_errors)
+        require_numbers(standard_errors=standard_errors)
         some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
         without_names = {k: v for k, v in options.items() if k not in ("parameters", "graph", "groups")}
         with isolate_rng(include_cuda=False):  # the layer's weights are drawn
@@ -143,21 +119,16 @@ class FitLaplace(Callback):
             raise ValueError(f"calibrate={calibrate!r} is not known; choose 'auto', True or False")
         if calibration_data is not None and calibrate is False:
             raise ValueError("calibration_data are to choose a temperature on, and calibrate=False chooses none")
-        if not (standard_errors >= 0 and math.isfinite(standard_errors)):
+        if not 0 <= standard_errors < math.inf:
             raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
         if isinstance(max_iterations, str) and max_iterations != "auto":
             raise ValueError(f"max_iterations={max_iterations!r} is not known; choose 'auto', a number, or None")
-        if log_groups and options.get("prior") == "diagonal":
-            raise ValueError("log_groups=True would log three scalars for every weight with prior='diagonal'; leave it")
-        self.train_data, self.transform, self.batch_size = train_data, transform, batch_size
-        self.network, self.at_fit_end = network, at_fit_end
-        self.evidence, self.hyperprior, self.max_iterations = evidence, hyperprior, max_iterations
+        self.train_data, self.network, self.likelihood = train_data, network, likelihood
+        self.options = options  # in a line of its own, by which jsonargparse finds what they are options of
+        self.hyperprior, self.max_iterations = hyperprior, max_iterations
         self.calibrate, self.calibration_data, self.standard_errors = calibrate, calibration_data, standard_errors
         self.path = None if path is None else Path(path)
         self.load_from = None if load_from is None else Path(load_from)
-        self.prefix, self.log_groups = prefix, log_groups
-        self.likelihood = likelihood
-        self.options = options
         self.forget()
 
     def forget(self) -> None:
@@ -167,27 +138,18 @@ class FitLaplace(Callback):
         self.calibrations: list[Calibration] = []
         self.files: list[Path] = []
         self._fingerprints: list[str] = []
-        self._told = False
         self._chosen_on: DataLoader[Any] | None = None
         self._trained: _Trained | None = None
         self._warned = False
 
     @property
     def laplace(self) -> LinearizedLaplace | None:
-        """The approximation of the only network.
-
-        Raises:
-            ValueError: there are several, one for each member of an ensemble.
-        """
+        """The approximation of the only network; a ValueError where there are several."""
         return _only(self.laplaces, "laplaces")
 
     @property
     def mixture(self) -> LaplaceMixture:
-        """The approximations of all members as one posterior.
-
-        Raises:
-            ValueError: nothing has been fitted.
-        """
+        """The approximations of all members as one posterior."""
         return LaplaceMixture(self.laplaces)
 
     @property
@@ -200,22 +162,8 @@ class FitLaplace(Callback):
         """The calibration of the only network."""
         return _only(self.calibrations, "calibrations")
 
-    @property
-    def saved_to(self) -> Path | None:
-        """The file of the only network."""
-        return _only(self.files, "files")
-
-    # ------------------------------------------------------------------ hooks
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take back older approximations, for the weights are about to change, and check what would fail at the end.
-
-        Raises:
-            TypeError: weights in half precision.
-            ValueError: no network, an averaging wrapper where one network is meant, a single logit, an ensemble with a
-                part that predicts with one approximation, or a curvature that would not fit the memory.
-            UnsupportedLayerError: layers without Kronecker factors, by name.
-        """
+        """Take back older approximations, for the weights are about to change, and check what would fail at the end."""
         require_whole_weights(trainer)
         if trainer.precision in HALF_PRECISION:
             raise TypeError(
@@ -238,14 +186,7 @@ class FitLaplace(Callback):
         require_own(pl_module, made)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the training data while there is nothing to lose.
-
-        Raises:
-            ValueError: data of which no plain loader can be made, or that are none of the likelihood.
-
-        Warns:
-            NothingHeldOutWarning: there are no data to choose the temperature on but those of the training.
-        """
+        """Look at the training data, and at those for the temperature, while there is nothing to lose."""
         training = self._training(trainer, pl_module)
         networks = find_networks(pl_module, self.network)
         self._require_likelihood(pl_module, networks, training)
@@ -255,23 +196,16 @@ class FitLaplace(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit to the weights that training ended with."""
-        if self.at_fit_end:
-            with on_training_device(trainer, pl_module):
-                self._fit(trainer, pl_module)
+        with on_training_device(trainer, pl_module):
+            self._fit(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Fit, unless the approximation belongs to these weights.
-
-        Raises:
-            ValueError: a test that TorchUncertainty's routines cannot run with a post-processing.
-        """
-        processing = getattr(pl_module, "post_processing", None)
+        """Fit, unless the approximation belongs to these weights."""
         lacks = not hasattr(trainer.datamodule, "postprocess_dataloader")  # type: ignore[attr-defined]
-        if isinstance(processing, LaplaceUser) and lacks:
+        if lacks and isinstance(getattr(pl_module, "post_processing", None), LaplaceUser):
             raise ValueError(
                 "TorchUncertainty's routine asks the data module for postprocess_dataloader() before it tests with a "
-                "post-processing (whose data are not used here); test with datamodule=..., a TUDataModule or one that "
-                "has this method"
+                "post-processing: test with datamodule=..., a TUDataModule or one that has this method"
             )
         self._ensure(trainer, pl_module)
 
@@ -283,8 +217,6 @@ class FitLaplace(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As before a test."""
         self._ensure(trainer, pl_module)
-
-    # ------------------------------------------------------------------ fit
 
     def _ensure(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """An approximation of the present weights: the one that there is, that of a file, or a new one."""
@@ -312,8 +244,10 @@ class FitLaplace(Callback):
         require_whole_weights(trainer)
         cuda = pl_module.device.type == "cuda"
         made = []
-        self.evidence_results, self.calibrations = [], []
-        with torch.inference_mode(False), isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
+        self.evidence_results = []
+        shown = trainer.progress_bar_callback is not None and trainer.is_global_zero
+        lines = show_progress() if shown else nullcontext()
+        with torch.inference_mode(False), isolate_rng(include_cuda=cuda), lines as progress:
             loader = self._training(trainer, pl_module)
             for network in find_networks(pl_module, self.network):
                 leave_inference(network)
@@ -321,21 +255,16 @@ class FitLaplace(Callback):
                     share_buffers(network)
                 laplace = self._approximation(network, pl_module).fit(loader, progress=progress)
                 made.append(laplace)
-                if self.evidence:  # without it, the weights' mode (passes over the data) is not needed to predict
-                    self.evidence_results.append(self._optimize(laplace, progress))
-            self._calibrate(trainer, pl_module, made, loader, progress)
+                self.evidence_results.append(self._optimize(laplace, progress))
+            self._calibrate(trainer, pl_module, made, loader)
         self._adopt(pl_module, made)
         self._finish(trainer)
-        stopped = (
-            self.evidence_results if self.max_iterations == "auto" and self.evidence_results else [None] * len(made)
-        )
-        say(made, stopped)
-        self._say_calibrations()
+        say(made, self.evidence_results if self.max_iterations == "auto" else [], self.calibrations)
 
     def _optimize(self, laplace: LinearizedLaplace, progress: Progress | None) -> EvidenceResult:
         limit = self.max_iterations
         with warnings.catch_warnings():
-            if isinstance(limit, str):  # instead of a warning there is a sentence in what is printed
+            if limit == "auto":  # instead of a warning there is a sentence in what is printed
                 limit = max(_LEAST, _READINGS // laplace.summary.samples)
                 warnings.simplefilter("ignore", NotConvergedWarning)
             return laplace.optimize_evidence(hyperprior=self.hyperprior, max_iterations=limit, progress=progress)
@@ -343,15 +272,12 @@ class FitLaplace(Callback):
     def _approximation(self, network: nn.Module, pl_module: LightningModule) -> LinearizedLaplace:
         return LinearizedLaplace(network, training_likelihood(self.likelihood, pl_module), **self.options)
 
-    # ------------------------------------------------------------------ calibration
-
     def _calibrate(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
         laplaces: Sequence[LinearizedLaplace],
         training: DataLoader[Any],
-        progress: Progress | None,
     ) -> None:
         """Choose the temperatures for the predictions that the LightningModule will make."""
         self.calibrations, self._chosen_on = [], None
@@ -361,14 +287,14 @@ class FitLaplace(Callback):
         self._chosen_on = self._held_out(trainer, training)
         data, held_out = self._chosen_on, True
         if data is None and self.calibrate == "auto":
-            some: Any = spread(training.dataset, _TRAINED_ON)
+            some = spread(training.dataset, _TRAINED_ON)
             data, held_out = DataLoader(some, training.batch_size, collate_fn=training.collate_fn), False
         if data is not None:
-            for laplace, own in zip(laplaces, options, strict=True):
-                found = laplace.calibrate(
-                    data, held_out=held_out, standard_errors=self.standard_errors, progress=progress, **own
-                )
-                self.calibrations.append(found)
+            errors = self.standard_errors
+            self.calibrations = [
+                laplace.calibrate(data, held_out=held_out, standard_errors=errors, **own)
+                for laplace, own in zip(laplaces, options, strict=True)
+            ]
 
     def _held_out(self, trainer: Trainer, training: DataLoader[Any]) -> DataLoader[Any] | None:
         """The data to choose the temperature on, where there are any that are neither trained on nor tested on."""
@@ -383,7 +309,7 @@ class FitLaplace(Callback):
             why = "there are no validation data (in batches of inputs and targets)"
         elif share_samples(found, training):
             why = "the validation data are training data"
-        elif _tested_on(found, trainer):
+        elif is_tested_on(found, trainer):
             why = "the validation data are the test data"
         else:
             size = len(training.dataset) if isinstance(training.dataset, Sized) else 0
@@ -392,18 +318,16 @@ class FitLaplace(Callback):
         return None
 
     def _warn(self, why: str) -> None:
-        if self._warned:
-            return
+        if not self._warned:
+            warnings.warn(
+                f"FitLaplace has no data to choose the temperature of its posterior on: {why}. It takes training data, "
+                "on which networks look better than they are, so that predictions stay close to the network's own. Set "
+                "validation data aside (val_split=0.1 in TorchUncertainty's data modules, val_size in this package's), "
+                "or pass calibration_data=..., or calibrate=False for the posterior of the evidence as it is",
+                NothingHeldOutWarning,
+                stacklevel=2,
+            )
         self._warned = True
-        warnings.warn(
-            f"FitLaplace has no data to choose the temperature of its posterior on: {why}. It takes training data, on "
-            "which networks look better than they are, so that predictions stay close to the network's own. To gain "
-            "from Laplace, set validation data aside from the training data (val_split=0.1 in TorchUncertainty's data "
-            "modules, val_size in this package's), or pass calibration_data=..., or calibrate=False for the posterior "
-            "of the evidence as it is",
-            NothingHeldOutWarning,
-            stacklevel=2,
-        )
 
     def _require_untested(
         self, trainer: Trainer, pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]
@@ -411,46 +335,28 @@ class FitLaplace(Callback):
         """Where it turns out that the temperature was chosen on what is tested on now, choose it anew elsewhere."""
         chosen_on, tested = self._chosen_on, trainer.state.fn == TrainerFn.TESTING
         guessed = self.calibrate == "auto" and self.calibration_data is None
-        if not guessed or chosen_on is None or not tested or not _tested_on(chosen_on, trainer):
+        if not guessed or chosen_on is None or not tested or not is_tested_on(chosen_on, trainer):
             return
         self._warn("the validation data are the test data")
-        cuda = pl_module.device.type == "cuda"
-        with isolate_rng(include_cuda=cuda), _progress(trainer) as progress:
+        with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
             training: Any = laplaces[0].train_loader
-            self._calibrate(trainer, pl_module, laplaces, training, progress)
+            self._calibrate(trainer, pl_module, laplaces, training)
         self._finish(trainer)
-        self._say_calibrations()
-
-    # ------------------------------------------------------------------ data
+        say([], [], self.calibrations)
 
     def _training(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:
-        known = self._known(trainer, pl_module)
-        if known is not None and self.train_data is None:
+        """The data of the training, where these networks were trained with this callback; else those of the trainer."""
+        known, found = self._trained, find_networks(pl_module, self.network)
+        same = known is not None and [*map(id, found)] == [*map(id, known.networks)]
+        if known is not None and same and known.world_size == trainer.world_size:
             return known.training
-        quiet, self._told = self._told, True  # what is said of the data is said once in a run
-        return plain_training_loader(
-            trainer, pl_module, self.train_data, transform=self.transform, batch_size=self.batch_size, quiet=quiet
-        )
-
-    def _known(self, trainer: Trainer, pl_module: LightningModule) -> _Trained | None:
-        """The data of the training, where a test of the same networks comes with loaders of its own alone."""
-        trained = self._trained
-        if trained is None or trainer.state.fn == TrainerFn.FITTING or trainer.datamodule is not None:  # type: ignore[attr-defined]
-            return None
-        found = find_networks(pl_module, self.network)
-        same = len(found) == len(trained.networks) and all(a is b for a, b in zip(found, trained.networks, strict=True))
-        return trained if same and trained.world_size == trainer.world_size else None
+        return plain_training_loader(trainer, pl_module, self.train_data)
 
     def _require_likelihood(
         self, pl_module: LightningModule, networks: Sequence[nn.Module], training: DataLoader[Any]
     ) -> None:
-        """Compare a first batch with the likelihood, which is a guess where it does not follow from a loss.
-
-        Raises:
-            ValueError: outputs or targets that are none of this likelihood.
-        """
+        """Compare a first batch with the likelihood, which is a guess where it does not follow from a loss."""
         likelihood = training_likelihood(self.likelihood, pl_module)
-        assumed = self.likelihood is None and likelihood == "classification"
         own = make_likelihood(likelihood)
         with torch.no_grad(), isolate_rng(include_cuda=pl_module.device.type == "cuda"):
             for network in networks:
@@ -461,33 +367,24 @@ class FitLaplace(Callback):
                         outputs = TangentModel(network, [], class_axis=own.class_axis).outputs(rows_of(inputs, some))
                     own.targets(outputs, targets[some])
                 except (ValueError, TypeError) as error:
-                    why = (
-                        f" ({type(pl_module).__name__} has no `loss` that says so: its likelihood is taken to be "
-                        "'classification'. Say FitLaplace(likelihood='regression'), 'binary' or another)"
-                    )
-                    raise type(error)(f"{error}{why if assumed else ''}") from error
-
-    # ------------------------------------------------------------------ logs and files
+                    if self.likelihood is not None or likelihood != "classification":
+                        raise
+                    raise type(error)(
+                        f"{error} ({type(pl_module).__name__} has no `loss` that says so, and is taken for a "
+                        "classification. Say FitLaplace(likelihood='regression'), 'binary' or another)"
+                    ) from error
 
     def _finish(self, trainer: Trainer) -> None:
         """Log and save what was found."""
-        log_scalars(
-            trainer, self.prefix, self.laplaces, self.evidence_results, self.calibrations, groups=self.log_groups
-        )
+        log_scalars(trainer, self.laplaces, self.evidence_results, self.calibrations)
         path = self.path or _beside_checkpoint(trainer)
-        if path is None:
-            return
-        files = _numbered(path, len(self.laplaces))
-        if trainer.is_global_zero:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for file, laplace in zip(files, self.laplaces, strict=True):
-                laplace.save(file)
-        trainer.strategy.barrier("FitLaplace saved")
-        self.files = files
-
-    def _say_calibrations(self) -> None:
-        for calibration in self.calibrations:
-            rank_zero_info(str(calibration))
+        if path is not None:
+            self.files = _numbered(path, len(self.laplaces))
+            if trainer.is_global_zero:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                for file, laplace in zip(self.files, self.laplaces, strict=True):
+                    laplace.save(file)
+            trainer.strategy.barrier("FitLaplace saved")
 
 
 def _only(found: Sequence[T], name: str) -> T | None:
@@ -507,18 +404,3 @@ def _beside_checkpoint(trainer: Trainer) -> Path | None:
         return Path(loaded).with_suffix(".laplace.safetensors")
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     return None if folder is None else Path(folder) / "laplace.safetensors"
-
-
-def _tested_on(loader: DataLoader[Any], trainer: Trainer) -> bool:
-    tests = testing_loader(trainer)
-    return tests is not None and share_samples(loader, tests)
-
-
-@contextmanager
-def _progress(trainer: Trainer) -> Iterator[Progress | None]:
-    """Lines that say what is going on, how fast and for how long still, where the trainer shows progress at all."""
-    if trainer.progress_bar_callback is None or not trainer.is_global_zero:
-        yield None
-        return
-    with show_progress() as show:
-        yield show

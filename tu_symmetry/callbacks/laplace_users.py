@@ -1,14 +1,18 @@
-"""The networks that a Laplace approximation is of, their likelihood, and the parts that predict with it."""
+"""Round FitLaplace: the networks it is for, their likelihood, the parts that predict with it, and what it logs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
+from tu_symmetry import plot
+from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import ModuleSource, network_of, resolve_modules
 from tu_symmetry.laplace.checks import made_in_inference_mode
 from tu_symmetry.laplace.likelihood import (
@@ -19,6 +23,9 @@ from tu_symmetry.laplace.likelihood import (
     likelihood_of,
 )
 from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import Calibration, EvidenceResult
+
+_SHOWN = 12  # groups that the printed summary names
 
 
 @runtime_checkable
@@ -30,11 +37,7 @@ class LaplaceUser(Protocol):
 
 
 def find_networks(pl_module: LightningModule, source: ModuleSource | None) -> list[nn.Module]:
-    """The network, or the members of an ensemble; networks within parts that use an approximation are meant.
-
-    Raises:
-        ValueError: several networks or averages of one, of which it is not known which one predicts.
-    """
+    """The network, or the members of an ensemble; networks within parts that use an approximation are meant."""
     if source is not None:
         found = resolve_modules(source, pl_module, argument="network")
     else:
@@ -78,13 +81,9 @@ def attach(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) ->
 
 
 def require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:
-    """Refuse a part of the LightningModule that could not tell which member's approximation is its own.
-
-    Raises:
-        ValueError: it predicts with one, and there are several.
-    """
+    """Refuse a part of the LightningModule that could not tell which member's approximation is its own."""
     for module in pl_module.modules():
-        if isinstance(module, LaplaceUser) and laplaces and _own(module, laplaces) is None:
+        if isinstance(module, LaplaceUser) and _own(module, laplaces) is None:
             raise ValueError(
                 f"{type(module).__name__} predicts with one Laplace approximation, and the ensemble gets "
                 f"{len(laplaces)}, one for each member: leave it out, and make each member a LaplaceEnsemble, "
@@ -94,24 +93,15 @@ def require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace
 
 def predictive_options(pl_module: LightningModule, laplace: LinearizedLaplace) -> dict[str, Any]:
     """With which the LightningModule will predict by an approximation; defaults where it does not say."""
-    users = [module for module in pl_module.modules() if isinstance(module, LaplaceUser)]
-    own = [user for user in users if any(m is laplace.model for m in getattr(user, "modules", list)())]
-    for user in (*own, *users):
-        found: dict[str, Any] | None = getattr(user, "predictive_options", None)
-        if found is not None:
-            return dict(found)
-    return {}
+    users: list[Any] = [module for module in pl_module.modules() if isinstance(module, LaplaceUser)]
+    users.sort(key=lambda user: all(m is not laplace.model for m in getattr(user, "modules", list)()))  # own ones first
+    return next((dict(user.predictive_options) for user in users if hasattr(user, "predictive_options")), {})
 
 
 def training_likelihood(
     given: LikelihoodName | Likelihood | None, pl_module: LightningModule
 ) -> LikelihoodName | Likelihood:
-    """What is given, or the likelihood of the loss that a network is trained with, or ``classification``.
-
-    Args:
-        given: what was asked for.
-        pl_module: with a ``loss``, as TorchUncertainty's routines have.
-    """
+    """What is given, or the likelihood of the LightningModule's ``loss``, or ``classification``."""
     loss = getattr(pl_module, "loss", None)
     if given is not None or not isinstance(loss, nn.Module):
         return given or "classification"
@@ -130,8 +120,6 @@ def training_likelihood(
 
 def leave_inference(network: nn.Module) -> None:
     """Exchange tensors that were made under inference mode, which autograd refuses, for ordinary ones."""
-    if not any(made_in_inference_mode(t) for t in (*network.parameters(), *network.buffers())):
-        return
     made: dict[int, Any] = {}
     for module in network.modules():
         for name, parameter in module._parameters.items():
@@ -148,3 +136,65 @@ def share_buffers(network: nn.Module) -> None:
     """Give every process the buffers of rank 0, as the checkpoint has them: running statistics differ by a batch."""
     for buffer in network.buffers():
         torch.distributed.broadcast(buffer, src=0)
+
+
+def log_scalars(
+    trainer: Trainer,
+    laplaces: Sequence[LinearizedLaplace],
+    evidence: Sequence[EvidenceResult],
+    calibrations: Sequence[Calibration],
+) -> None:
+    """Scalars, means where there are several networks, and the figure of the precisions."""
+    found: dict[str, list[float]] = {
+        "gamma": [sum(row.gamma for row in la.report()) for la in laplaces],
+        "log_evidence": [result.log_marginal_likelihood for result in evidence],
+        "noise_variance": [la.noise_variance for la in laplaces if la.likelihood.noisy],
+        "temperature": [calibration.temperature for calibration in calibrations],
+    }
+    for name in ("network", "evidence", "calibrated"):
+        found[f"held_out/{name}/nll"] = [getattr(c, name).nll for c in calibrations if c.held_out]
+    scalars = {f"laplace/{name}": sum(values) / len(values) for name, values in found.items() if values}
+    for logger in trainer.loggers:
+        logger.log_metrics(scalars, step=trainer.global_step)
+        logger.save()
+    names, many = laplaces[0].prior_groups.names, len(laplaces) > 1
+    alike = all(la.prior_groups.names == names for la in laplaces)  # members of one architecture
+    if alike and not laplaces[0].prior_groups.weights:  # no figure has room for a bar for each weight
+        values = {f"member {k}" if many else "lambda": la.log_precision.exp().tolist() for k, la in enumerate(laplaces)}
+        draw = partial(plot.bars, values, names, ylabel="prior precision", log=True)
+        log_figure(trainer, "laplace/precisions", draw)
+
+
+def say(
+    laplaces: Sequence[LinearizedLaplace], evidence: Sequence[EvidenceResult], calibrations: Sequence[Calibration]
+) -> None:
+    """Print the precisions of every network, where the evidence of one was stopped, and the temperatures."""
+    for k, laplace in enumerate(laplaces):
+        which = f" of member {k}" if len(laplaces) > 1 else ""
+        rank_zero_info(_summary(laplace, which))
+        if evidence and not evidence[k].converged:
+            rank_zero_info(
+                f"  The evidence{which} was stopped after {evidence[k].iterations} iterations; log precisions changed "
+                f"by {evidence[k].change:.2g} in the last one, which is good to predict with. To compare networks by "
+                f"their evidence (up to {evidence[k].gap:.3g} nats higher at these precisions), take "
+                "FitLaplace(max_iterations=None)."
+            )
+    for calibration in calibrations:
+        rank_zero_info(str(calibration))
+
+
+def _summary(laplace: LinearizedLaplace, which: str) -> str:
+    groups, rows = laplace.prior_groups, laplace.report()
+    lines = [
+        f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
+        for row in rows
+    ]
+    if groups.weights:  # a line for all weights of a parameter
+        lines = []
+        for name, slot in groups.slots.items():
+            own = rows[slot.start : slot.stop]
+            found, gamma = sorted(row.precision for row in own), sum(row.gamma for row in own)
+            lines.append(f"  {name}: lambda {found[0]:.3g} to {found[-1]:.3g}, gamma {gamma:.4g} of {len(own)}")
+    more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    head = f"Laplace approximation{which} from {laplace.summary.samples} training samples:"
+    return "\n".join([head, *lines[:_SHOWN], *more])

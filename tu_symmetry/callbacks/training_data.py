@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -25,8 +27,6 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-Transform = Callable[[Any], Any]
-
 _PROBES, _READS = 8, 4  # samples that are read, and how often, to see whether they are augmented
 
 
@@ -35,9 +35,7 @@ def plain_training_loader(
     pl_module: LightningModule,
     given: DataLoader[Any] | Dataset[Any] | None = None,
     *,
-    transform: Transform | None = None,
     batch_size: int | None = None,
-    quiet: bool = False,
 ) -> DataLoader[Any]:
     """A loader of the training data: sequential, nothing dropped, and the same whenever it is read.
 
@@ -49,9 +47,7 @@ def plain_training_loader(
         trainer: whose loader, or whose data module's loader, is taken.
         pl_module: the LightningModule of the run.
         given: a loader or data set to use instead.
-        transform: takes the place of the data set's ``transform``.
         batch_size: batch size of the new loader; by default that of the loader it comes from, 128 for a data set.
-        quiet: do not say which transform is taken.
 
     Raises:
         ValueError: data that are augmented (they read differently from time to time), or of which no plain loader can
@@ -66,18 +62,14 @@ def plain_training_loader(
         raise ValueError(_asks_for_data("the training data are a stream, of which no fixed order is known"))
     datamodule = trainer.datamodule if given is None else None  # type: ignore[attr-defined]
     evaluation = getattr(datamodule, "test_transform", None)
-    if transform is not None:
-        dataset = with_transform(dataset, transform)
-    elif evaluation is not None and _transform_of(dataset) is getattr(datamodule, "train_transform", None):
-        if not quiet:
-            rank_zero_info("FitLaplace: training data with the data module's test_transform, not its train_transform.")
-        dataset = with_transform(dataset, evaluation)
-    if trainer.fast_dev_run:  # type: ignore[attr-defined]
-        dataset = Subset(dataset, range(min(len(dataset), 128)))
-    elif given is None and loader is not None and _is_limited(trainer.limit_train_batches):
+    if evaluation is not None and _transform_of(dataset) is getattr(datamodule, "train_transform", None):
+        rank_zero_info("Training data are read with the data module's test_transform, not its train_transform.")
+        dataset = _with_transform(dataset, evaluation)
+    if given is None and loader is not None:
         limit = trainer.limit_train_batches  # a number of batches, or a share of them
         count = round(limit * len(dataset)) if isinstance(limit, float) else limit * (loader.batch_size or 1)
-        dataset = Subset(dataset, range(max(1, min(len(dataset), count))))
+        if count < len(dataset):
+            dataset = Subset(dataset, range(max(1, count)))
     collate = None if loader is None else loader.collate_fn
     _require_repeatable(dataset, collate)
     rank, world = trainer.global_rank, trainer.world_size
@@ -99,43 +91,23 @@ def in_precision(loader: DataLoader[Any], trainer: Trainer) -> DataLoader[Any]:
         return loader
     made = copy.copy(loader)
     made._iterator = None
-    made.collate_fn = _Converted(loader.collate_fn, plugin.convert_input)
+    made.collate_fn = partial(_converted, loader.collate_fn, plugin.convert_input)
     return made
 
 
-class _Converted:
-    """A collate function and what is done to its batches; processes of a loader can be given it."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any], convert: Callable[[Any], Any]) -> None:
-        self.collate, self.convert = collate, convert
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return self.convert(self.collate(samples))
+def _converted(collate: Callable[[list[Any]], Any], convert: Callable[[Any], Any], samples: list[Any]) -> Any:
+    return convert(collate(samples))
 
 
-def _is_limited(limit: int | float) -> bool:
-    """A number of batches, 1 among them, or a share of less than all, which is 1.0."""
-    return isinstance(limit, int) or limit < 1.0
-
-
-def with_transform(dataset: Dataset[Any], transform: Transform) -> Dataset[Any]:
-    """A shallow copy of a data set (also within subsets) that applies ``transform`` instead of its own.
-
-    Raises:
-        ValueError: a data set without an attribute ``transform``.
-    """
+def _with_transform(dataset: Any, transform: Any) -> Any:
+    """A shallow copy of a data set (also within subsets) that applies ``transform`` instead of its own."""
     made = copy.copy(dataset)
     if isinstance(made, Subset):
-        made.dataset = with_transform(made.dataset, transform)
+        made.dataset = _with_transform(made.dataset, transform)
         return made
-    if not hasattr(made, "transform"):
-        raise ValueError(
-            f"transform= was given, but {type(dataset).__name__} has no attribute 'transform' that it could replace; "
-            "pass train_data= with a data set that applies it"
-        )
     made.transform = transform
     if hasattr(made, "transforms"):  # torchvision keeps both
-        made.transforms = type(made.transforms)(transform, made.target_transform)  # type: ignore[attr-defined]
+        made.transforms = type(made.transforms)(transform, made.target_transform)
     return made
 
 
@@ -188,31 +160,34 @@ def _everything_in(loader: DataLoader[Any]) -> Dataset[Any]:
 def _require_repeatable(dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
     if not len(dataset):
         raise ValueError("the training data are empty")
-    chosen = sorted({round(i * (len(dataset) - 1) / (_PROBES - 1)) for i in range(_PROBES)})
+    places = probed(len(dataset))
     with isolate_rng(include_cuda=False):
-        reads = [[dataset[i] for i in chosen] for _ in range(_READS)]
-        batches = reads if collate is None else [collate(samples) for samples in reads]
-    for batch in batches[1:]:
-        if not _same(batch, batches[0]):
-            raise ValueError(
-                _asks_for_data(
-                    "the training data are augmented: the same samples read differently from time to time. Pass "
-                    "transform= with the evaluation transform, or"
-                ).replace("or; ", "or ")
-            )
+        reads = [[dataset[i] for i in places] for _ in range(_READS)]
+        found = [content(samples if collate is None else collate(samples)) for samples in reads]
+    if any(other != found[0] for other in found[1:]):
+        raise ValueError(
+            _asks_for_data("the training data are augmented: the same samples read differently from time to time")
+        )
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        both = isinstance(b, Tensor) and a.shape == b.shape
-        return both and bool(((a == b) | ((a != a) & (b != b))).all())  # NaN reads the same as NaN
-    if isinstance(a, Mapping):
-        return isinstance(b, Mapping) and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, Sequence) and not isinstance(a, (str, bytes)):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "__array__"):
-        return _same(torch.as_tensor(a, device="cpu"), torch.as_tensor(b, device="cpu"))
-    return bool(a == b or (a != a and b != b))
+def probed(size: int) -> list[int]:
+    """A few places of a data set, evenly spaced."""
+    return sorted({round(i * (size - 1) / (_PROBES - 1)) for i in range(_PROBES)})
+
+
+def content(value: Any) -> Any:
+    """What a sample holds, to be compared: bytes of tensors and arrays, numbers and text, of all else the type."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+    if hasattr(value, "__array__"):
+        return np.asarray(value).tobytes()
+    if isinstance(value, Mapping):
+        return tuple((key, content(own)) for key, own in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(content, value))
+    if isinstance(value, float):
+        return repr(value)  # NaN reads the same as NaN
+    return value if isinstance(value, (str, bytes, int)) else type(value).__name__
 
 
 def _asks_for_data(seen: str) -> str:

@@ -178,7 +178,7 @@ def align_files(
                 graph,
                 StateSource(list(checkpoints), prefix=prefix),
                 given,
-                matcher(graph, "weights", solver, "product", None, None, None),
+                matcher(graph, "weights", solver, "product", None, None),
                 candidates=candidates,
                 max_iterations=max_iterations,
                 threads=threads,

@@ -1,37 +1,18 @@
-"""LightningDataModules for image sets that fit in memory: digits, the MNIST family, and CIFAR.
-
-All of them give images in [0, 1] or normalized, the same splits and orders on every machine, out-of-distribution test
-sets where TorchUncertainty's routines look for them, and full batches for Hamiltonian Monte Carlo.
-"""
+"""LightningDataModules for image sets that fit in memory, with the same splits and orders on every machine."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tu_symmetry.datamodules import readers
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
-from tu_symmetry.datamodules.readers import (
-    CIFAR_ARCHIVE,
-    CIFARName,
-    DataFileError,
-    IDXName,
-    LabeledImages,
-    download_idx,
-    idx_folder,
-    read_cifar,
-    read_cifar10_archive,
-    read_digits,
-    read_idx_images,
-    read_svhn,
-    read_textures,
-)
+from tu_symmetry.datamodules.readers import CIFARName, DataFileError, IDXName, LabeledImages
 from tu_symmetry.states import evenly
 
 Part = Literal["train", "test", "ood"]
@@ -41,13 +22,9 @@ BatchSize = int | Literal["full"] | None
 class ImageDataModule(LightningDataModule):
     """What the data modules of this package share; a subclass says how its parts are read.
 
-    ``train`` is the first ``train_size`` images of the training half without its last ``val_size`` ones, which are
-    ``val``. Where ``val_size`` is 0, validation runs on the test set, as in TorchUncertainty's data modules. Test
-    loaders come as TorchUncertainty's routines expect them: the test set, then with ``eval_ood`` the
-    out-of-distribution set (labels there are those of that set and mean nothing).
-
-    Batches are read by index from tensors in memory, so there are no workers. Their order in an epoch is a function of
-    ``seed`` and the epoch; a run resumed in the middle of an epoch continues with the batches that were left.
+    Where ``val_size`` is 0, validation runs on the test set, as in TorchUncertainty's data modules. Batches are read by
+    index from tensors in memory, in an order that is a function of ``seed`` and the epoch; a run resumed in the middle
+    of an epoch continues with the batches that were left.
 
     Args:
         batch_size: the size of training batches; ``full`` or None for the whole training set in order.
@@ -57,15 +34,14 @@ class ImageDataModule(LightningDataModule):
         test_size: number of test images, the first ones; None for all.
         normalize: subtract the data set's mean and divide by its standard deviation (of the pixels in [0, 1], by
             channel); else images are in [0, 1].
-        eval_ood: also test on the out-of-distribution set.
+        eval_ood: also test on the out-of-distribution set, whose labels mean nothing.
         ood_size: number of its images, evenly spaced; None for all.
         orders: for members trained at once: training batches are ``[orders, batch, ...]``, with an independent order
             for each; the m-th is that of a data module with ``seed + m`` and no ``orders``.
         resident: keep the tensors on the trainer's device, so that nothing is copied there batch by batch.
         seed: the seed of the orders.
         augment: flip training images left to right at random, and shift them by up to 4 pixels over a border of zeros;
-            a function of the seed, the epoch and the place in it. All loaders but the training loader give the images
-            as they are.
+            a function of the seed, the epoch and the place in it.
 
     Attributes:
         num_classes: number of classes.
@@ -109,27 +85,15 @@ class ImageDataModule(LightningDataModule):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if val_size < 0 or seed < 0:
             raise ValueError(f"val_size and seed must not be negative, got {val_size} and {seed}")
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.train_size = train_size
-        self.val_size = val_size
-        self.test_size = test_size
-        self.normalize = normalize
-        self.eval_ood = eval_ood
-        self.ood_size = ood_size
-        self.orders = orders
-        self.resident = resident
-        self.seed = seed
-        self.augment = augment
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.train_size, self.val_size, self.test_size, self.ood_size = train_size, val_size, test_size, ood_size
+        self.normalize, self.eval_ood, self.orders = normalize, eval_ood, orders
+        self.resident, self.seed, self.augment = resident, seed, augment
         self._parts: dict[str, TensorPairs] = {}
 
     @abstractmethod
     def read(self, part: Part) -> LabeledImages:
-        """Read a whole part from its files: ``train``, ``test`` or ``ood``.
-
-        Raises:
-            DataFileError: files that are missing or damaged.
-        """
+        """Read a whole part from its files: ``train``, ``test`` or ``ood``."""
 
     @property
     def train(self) -> TensorPairs:
@@ -172,12 +136,12 @@ class ImageDataModule(LightningDataModule):
         full = self.batch_size is None or self.batch_size == "full"
         size = len(data) if full else int(self.batch_size)  # type: ignore[arg-type]
         world, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
-        first, *others = (
+        orders = [
             SeededOrder(data, num_replicas=world, rank=rank, seed=self.seed + m, shuffle=not full)
             for m in range(self.orders or 1)
-        )
-        orders = (first, *others) if self.orders else ()
-        return ResumableLoader(data, size, first, orders, flip_and_shift if self.augment else None)
+        ]
+        augment = flip_and_shift if self.augment else None
+        return ResumableLoader(data, size, orders[0], orders if self.orders else (), augment)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Validation batches, in order."""
@@ -200,52 +164,43 @@ class ImageDataModule(LightningDataModule):
 
     def _part(self, name: str) -> TensorPairs:
         if name not in self._parts:
+            found = self.read("train" if name == "val" else name)  # type: ignore[arg-type]
             if name in ("train", "val"):
-                self._parts |= self._divided(self.read("train"))
+                left = len(found.x) - self.val_size
+                if left < 1:
+                    raise DataFileError(f"val_size is {self.val_size}, but there are {len(found.x)} training images")
+                self._parts["train"] = self._pairs(found, slice(left), "train_size", self.train_size)
+                self._parts["val"] = self._pairs(found, slice(left, None))
             elif name == "test":
-                self._parts["test"] = self._pairs(self._limited(self.read("test"), self.test_size, "test_size"))
+                self._parts[name] = self._pairs(found, slice(None), "test_size", self.test_size)
             else:
-                found = self.read("ood")
-                if self.ood_size is not None and self.ood_size > len(found.x):
-                    raise DataFileError(f"ood_size is {self.ood_size}, but there are {len(found.x)} such images")
-                chosen = evenly(len(found.x), self.ood_size)
-                self._parts["ood"] = self._pairs(LabeledImages(found.x[chosen], found.y[chosen]))
+                self._parts[name] = self._pairs(found, slice(None), "ood_size", self.ood_size)
         return self._parts[name]
 
-    def _divided(self, whole: LabeledImages) -> Mapping[str, TensorPairs]:
-        left = len(whole.x) - self.val_size
-        if left < 1:
-            raise DataFileError(f"val_size is {self.val_size}, but there are {len(whole.x)} training images")
-        train = self._limited(LabeledImages(whole.x[:left], whole.y[:left]), self.train_size, "train_size")
-        parts = {"train": self._pairs(train)}
-        if self.val_size:
-            parts["val"] = self._pairs(LabeledImages(whole.x[left:], whole.y[left:]))
-        return parts
-
-    def _limited(self, found: LabeledImages, size: int | None, what: str) -> LabeledImages:
-        if size is not None and size > len(found.x):
-            raise DataFileError(f"{what} is {size}, but there are {len(found.x)} images")
-        return LabeledImages(found.x[:size], found.y[:size])
-
-    def _pairs(self, found: LabeledImages) -> TensorPairs:
-        if tuple(found.x.shape[1:]) != self.input_shape:
+    def _pairs(self, found: LabeledImages, rows: slice, what: str = "", size: int | None = None) -> TensorPairs:
+        """Some rows, of them the first ``size`` (or evenly spaced ones), scaled."""
+        x, y = found.x[rows], found.y[rows]
+        if size is not None and size > len(x):
+            raise DataFileError(f"{what} is {size}, but there are {len(x)} images")
+        chosen: Any = evenly(len(x), size) if what == "ood_size" else slice(size)
+        x, y = x[chosen], y[chosen]
+        if tuple(x.shape[1:]) != self.input_shape:
             raise DataFileError(
-                f"{type(self).__name__}: the files hold images of shape {tuple(found.x.shape[1:])}, expected "
+                f"{type(self).__name__}: the files hold images of shape {tuple(x.shape[1:])}, expected "
                 f"{self.input_shape}; they are of another data set"
             )
-        x = found.x.float() / self.scale
+        x = x.float() / self.scale
         if self.normalize:
-            x = (x - _by_channel(self.mean)) / _by_channel(self.std)
-        return TensorPairs(x, found.y.long())
+            mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in (self.mean, self.std))
+            x = (x - mean) / std
+        return TensorPairs(x, y.long())
 
 
 class DigitsDataModule(ImageDataModule):
     """Scikit-learn's digits, 1,437 training and 360 test images of 8 x 8 pixels; nothing is downloaded.
 
-    The split is stratified and always the same. The out-of-distribution set are the test images with their pixels in
-    a random order, each in its own: the same histograms, no shapes.
-
-    Its arguments are those of :class:`ImageDataModule`.
+    The out-of-distribution set are the test images with their pixels in a random order, each in its own. Arguments are
+    those of :class:`ImageDataModule`.
     """
 
     num_classes = 10
@@ -257,8 +212,8 @@ class DigitsDataModule(ImageDataModule):
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part."""
         if part != "ood":
-            return read_digits()[part]
-        test = read_digits()["test"]
+            return readers.read_digits()[part]
+        test = readers.read_digits()["test"]
         order = torch.rand(len(test.x), 64, generator=torch.Generator().manual_seed(0), device="cpu").argsort(1)
         return LabeledImages(test.x.flatten(1).gather(1, order).view_as(test.x), test.y)
 
@@ -274,9 +229,8 @@ _IDX_MOMENTS: dict[str, tuple[float, float]] = {
 class IDXDataModule(ImageDataModule):
     """MNIST, Fashion-MNIST, KMNIST or notMNIST from their IDX files, gzipped or not.
 
-    Files lie in ``root/MNIST/raw`` (as torchvision puts them), in ``root/MNIST``, or in ``root`` itself; of an
-    out-of-distribution set only the test half is needed, in one of the first two places. What is missing is
-    downloaded by torchvision, except notMNIST.
+    Files lie in ``root/MNIST/raw`` (as torchvision puts them) or in ``root/MNIST``; of an out-of-distribution set only
+    the test half is needed. What is missing is downloaded by torchvision, except notMNIST.
 
     Args:
         dataset: ``mnist``, ``fashion_mnist``, ``kmnist`` or ``notmnist``.
@@ -285,9 +239,6 @@ class IDXDataModule(ImageDataModule):
         ood_dataset: the out-of-distribution set, normalized as the training set.
         download: download what is missing.
         **common: the arguments of :class:`ImageDataModule`.
-
-    Raises:
-        ValueError: an out-of-distribution set that is the data set itself.
     """
 
     num_classes = 10
@@ -306,27 +257,23 @@ class IDXDataModule(ImageDataModule):
         super().__init__(eval_ood=eval_ood, **common)
         if eval_ood and ood_dataset == dataset:
             raise ValueError(f"ood_dataset is {dataset}, which is the data set itself: choose another")
-        self.dataset = dataset
-        self.ood_dataset = ood_dataset
-        self.root = Path(root)
-        self.download = download
+        self.dataset, self.ood_dataset, self.root, self.download = dataset, ood_dataset, Path(root), download
         mean, std = _IDX_MOMENTS[dataset]
         self.mean, self.std = (mean,), (std,)
 
     def prepare_data(self) -> None:
         """Download what is missing, in one process."""
-        if not self.download:
-            return
-        if any(idx_folder(self.root, self.dataset, split) is None for split in ("train", "test")):
-            download_idx(self.root, self.dataset)
-        if self.eval_ood and idx_folder(self.root, self.ood_dataset, "test", flat=False) is None:
-            download_idx(self.root, self.ood_dataset)
+        needed: list[tuple[IDXName, Any]] = [(self.dataset, "train"), (self.dataset, "test")]
+        needed += [(self.ood_dataset, "test")] if self.eval_ood else []
+        for name, split in needed if self.download else ():
+            if readers.idx_files(self.root, name, split) is None:
+                readers.from_torchvision(readers.IDX_FOLDERS[name], self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part."""
         if part == "ood":
-            return read_idx_images(self.root, self.ood_dataset, "test", flat=False)
-        return read_idx_images(self.root, self.dataset, part)
+            return readers.read_idx_images(self.root, self.ood_dataset, "test")
+        return readers.read_idx_images(self.root, self.dataset, part)
 
 
 class CIFARDataModule(ImageDataModule):
@@ -341,9 +288,6 @@ class CIFARDataModule(ImageDataModule):
         ood_dataset: ``svhn`` (torchvision's test set) or ``textures`` (the archive ``dtd10-64.tar.xz`` in ``root``).
         download: have torchvision download what is missing.
         **common: the other arguments of :class:`ImageDataModule`.
-
-    Raises:
-        ValueError: an archive of CIFAR-100, which there is none of.
     """
 
     input_shape = (3, 32, 32)
@@ -361,42 +305,32 @@ class CIFARDataModule(ImageDataModule):
     ) -> None:
         super().__init__(batch_size=batch_size, **common)
         if source == "archive" and dataset != "cifar10":
-            raise ValueError(f"source 'archive' is {CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
-        self.dataset = dataset
-        self.root = Path(root)
-        self.source = source
-        self.ood_dataset = ood_dataset
-        self.download = download
+            raise ValueError(f"source 'archive' is {readers.CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
+        self.dataset, self.root, self.source = dataset, Path(root), source
+        self.ood_dataset, self.download = ood_dataset, download
         hundred = dataset == "cifar100"
         self.num_classes = 100 if hundred else 10
         self.mean = (0.5071, 0.4867, 0.4408) if hundred else (0.4914, 0.4822, 0.4465)
         self.std = (0.2673, 0.2564, 0.2762) if hundred else (0.2470, 0.2435, 0.2616)
-        self._archive: dict[str, LabeledImages] = {}
 
     def prepare_data(self) -> None:
         """Download what is missing, in one process."""
         if self.download and self.source == "torchvision":
-            read_cifar(self.root, self.dataset, "train", download=True)
+            readers.read_cifar(self.root, self.dataset, "train", download=True)
         if self.download and self.eval_ood and self.ood_dataset == "svhn":
-            read_svhn(self.root, download=True)
+            readers.read_svhn(self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
-        """Read a whole part (of an archive only what is asked for is decoded)."""
+        """Read a whole part; of the archive no more than is asked for is decoded."""
         if part == "ood":
             svhn = self.ood_dataset == "svhn"
-            x = read_svhn(self.root, download=False) if svhn else read_textures(self.root, self.input_shape[-1])
+            x = (
+                readers.read_svhn(self.root, download=False)
+                if svhn
+                else readers.read_textures(self.root, self.input_shape[-1])
+            )
             return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8, device="cpu"))
         if self.source == "torchvision":
-            return read_cifar(self.root, self.dataset, part, download=False)
-        if part not in self._archive:  # one pass over the archive where both halves are about to be needed
-            limits: dict[str, int | None] = {"train": 0, "test": 0, part: None}
-            if part == "train" and not self.val_size:
-                limits = {"train": self.train_size, "test": self.test_size}
-            elif part == "test":
-                limits["test"] = self.test_size
-            self._archive |= read_cifar10_archive(self.root, limits["train"], limits["test"])
-        return self._archive.pop(part)
-
-
-def _by_channel(values: tuple[float, ...]) -> Tensor:
-    return torch.tensor(values, device="cpu").view(-1, 1, 1)
+            return readers.read_cifar(self.root, self.dataset, part, download=False)
+        size = self.test_size if part == "test" else None if self.val_size else self.train_size
+        return readers.read_cifar10_archive(self.root, part, size)

@@ -16,12 +16,7 @@ Augmentation = Callable[..., Tensor]  # of inputs, and of generators that have a
 
 
 class TensorPairs(Dataset[Pair]):
-    """Inputs and targets in memory (or on a device), read a whole batch at a time.
-
-    Attributes:
-        x: inputs ``[n, ...]``.
-        y: targets ``[n, ...]``.
-    """
+    """Inputs ``x`` and targets ``y``, ``[n, ...]``, in memory (or on a device), read a whole batch at a time."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x = x
@@ -44,8 +39,7 @@ class TensorPairs(Dataset[Pair]):
 class SeededOrder(DistributedSampler[Pair]):
     """A shuffle that is a function of ``seed`` and the epoch alone; each process of a parallel run takes its share.
 
-    Orders of different seeds are independent: the seed of epoch 3 of seed 0 is not that of epoch 2 of seed 1, as it
-    would be in :class:`~torch.utils.data.DistributedSampler`, which adds the two.
+    Orders of different seeds are independent, where :class:`~torch.utils.data.DistributedSampler` adds seed and epoch.
     """
 
     def __iter__(self) -> Iterator[int]:  # type: ignore[override]  # torch types the samples, not the indices
@@ -64,19 +58,22 @@ class SeededOrder(DistributedSampler[Pair]):
         return _generator(self.seed, self.epoch, 1 + batch, self.rank)  # [seed, epoch, 0, 0] is [seed, epoch] to numpy
 
 
+def _generator(*entropy: int) -> torch.Generator:
+    """A generator on the CPU that is a function of these numbers."""
+    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+
 class ResumableLoader(DataLoader[Any]):
     """A loader in :class:`SeededOrder` whose place within the epoch is part of Lightning's checkpoints.
-
-    With several orders, batches are ``[orders, batch, ...]``: row ``m`` of a batch is what a loader with the ``m``-th
-    order alone would give.
 
     Args:
         dataset: what is read.
         batch_size: the size of all batches but the last.
         sampler: the order, or the first of several.
-        orders: all of several orders; empty for one.
+        orders: all of several orders; batches are ``[orders, batch, ...]`` then, row by row those of each order.
         augment: what is done to the inputs of every batch, with the order's generator of that batch; of several orders
-            to ``[orders * batch, ...]``, with a generator of each. The data set itself stays as it is.
+            to ``[orders * batch, ...]``, with a generator of each.
     """
 
     def __init__(
@@ -139,32 +136,21 @@ class ResumableLoader(DataLoader[Any]):
 def flip_and_shift(x: Tensor, *generators: torch.Generator, shift: int = 4) -> Tensor:
     """Images ``[n, channels, height, width]``, each flipped left to right at random and shifted over a border of zeros.
 
-    Args:
-        x: the images.
-        generators: the generators of the flips and shifts, on the CPU; each of several has an equal share of the
-            images.
-        shift: largest shift in pixels, in each of the four directions.
+    The generators are on the CPU, each with an equal share of the images; ``shift`` is the largest one, in pixels.
     """
     count, channels, height, width = x.shape
     drawn = []
     for generator in generators:
         own = count // len(generators)
         flips = torch.rand(own, generator=generator, device="cpu") < 0.5
-        drawn.append(
-            torch.cat([flips.unsqueeze(0), torch.randint(2 * shift + 1, (2, own), generator=generator, device="cpu")])
-        )
+        shifts = torch.randint(2 * shift + 1, (2, own), generator=generator, device="cpu")
+        drawn.append(torch.cat([flips.unsqueeze(0), shifts]))
     flip, top, left = torch.cat(drawn, 1).unsqueeze(-1).to(x.device)
     padded = F.pad(torch.where(flip[:, :, None, None] > 0, x.flip(-1), x), [shift] * 4)
     rows = (top + torch.arange(height, device=x.device))[:, None, :, None]
     columns = (left + torch.arange(width, device=x.device))[:, None, None, :]
     image = torch.arange(count, device=x.device)[:, None, None, None]
     return padded[image, torch.arange(channels, device=x.device)[:, None, None], rows, columns]
-
-
-def _generator(*entropy: int) -> torch.Generator:
-    """A generator on the CPU that is a function of these numbers."""
-    state = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
-    return torch.Generator().manual_seed(int(state >> np.uint64(1)))
 
 
 def as_it_is(batch: Any) -> Any:

@@ -10,23 +10,12 @@ from torch_uncertainty.datasets.classification import TinyImageNet as _Dataset
 
 from tu_symmetry.datamodules.readers import DataFileError
 
-_SOURCE = "http://cs231n.stanford.edu/tiny-imagenet-200.zip"
-
 
 class TinyImageNet(_Dataset):
     """``torch_uncertainty.datasets.classification.TinyImageNet`` with a training half.
 
     TorchUncertainty 0.13 adds a text to a path where it looks for the training images, which is a ``TypeError``, and
-    takes the classes in the order in which the file system lists them. Here they come in the order of ``wnids.txt``,
-    the same on every machine.
-
-    Args:
-        root: folder that holds ``tiny-imagenet-200``, as the archive unpacks.
-        split: ``train``, ``val`` or ``test``.
-        **transforms: see TorchUncertainty's.
-
-    Raises:
-        DataFileError: it is not there, or not whole.
+    takes the classes in the order of the file system. Here they come in the order of ``wnids.txt``.
     """
 
     def __init__(self, root: str | Path, split: Any = "train", **transforms: Any) -> None:
@@ -34,8 +23,8 @@ class TinyImageNet(_Dataset):
             super().__init__(root, split, **transforms)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise DataFileError(
-                f"Tiny ImageNet is not in {Path(root) / 'tiny-imagenet-200'}, or not whole "
-                f"({error.filename} is missing): unpack {_SOURCE} in {root}"
+                f"Tiny ImageNet is not in {Path(root) / 'tiny-imagenet-200'}, or not whole ({error.filename} is "
+                f"missing): unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in {root}"
             ) from error
 
     def _make_paths(self) -> list[tuple[Path, int]]:
@@ -51,10 +40,7 @@ class TinyImageNet(_Dataset):
 class TinyImageNetDataModule(_DataModule):
     """``torch_uncertainty.datamodules.TinyImageNetDataModule``, with :class:`TinyImageNet` for its data set.
 
-    Args:
-        root: folder that holds ``tiny-imagenet-200``.
-        batch_size: the size of training batches.
-        **options: see TorchUncertainty's.
+    ``root`` holds ``tiny-imagenet-200``; ``options`` are those of TorchUncertainty's.
     """
 
     def __init__(self, root: str | Path, batch_size: int, **options: Any) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -15,11 +15,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry._extras import from_extra
 from tu_symmetry.datamodules.loading import as_it_is
 from tu_symmetry.datamodules.readers import DataFileError, IDXName, read_idx_images
 
-Projector = Literal["strip", "deepinv"]
 _NARROW = 1e-3  # a projected pixel side below this is taken as this wide: an error of 1e-7
 
 
@@ -58,23 +56,11 @@ class TomographyProblem:
 
 
 def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float) -> Tensor:
-    """Parallel-beam projections of square pixels, averaged over each detector bin, in closed form.
+    """Parallel-beam projections of square pixels, averaged over each detector bin: ``[angles * bins, size * size]``.
 
     A unit square seen under an angle is a trapezoid: two boxes of widths ``|cos|`` and ``|sin|``, convolved. Its
     integral over a bin is a second difference of ``max(t, 0)^2 / 2``. Angles are equidistant in ``[0, pi)``, the
-    first 0, where the detector lies along a row of the image.
-
-    Args:
-        size: pixels along each side, which are 1 wide.
-        num_angles: number of angles.
-        num_bins: bins of the detector, centered on the image.
-        bin_width: in pixels.
-
-    Returns:
-        ``[num_angles * num_bins, size * size]``, float64.
-
-    Raises:
-        ValueError: sizes that are not positive.
+    first 0, where the detector lies along a row of the image. Pixels are 1 wide, float64.
     """
     if min(size, num_angles, num_bins) < 1 or not bin_width > 0:
         raise ValueError(f"a geometry needs positive sizes: {size=}, {num_angles=}, {num_bins=}, {bin_width=}")
@@ -94,28 +80,8 @@ def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float)
     return torch.cat(found)
 
 
-def deepinv_projector(size: int, num_angles: int) -> Tensor:
-    """The projections of deepinv's ``physics.Tomography`` as a matrix ``[values, size * size]``, float64.
-
-    Raises:
-        MissingExtraError: deepinv is not installed.
-    """
-    with from_extra("tomography", purpose="projector: deepinv (projector: strip needs nothing)"):
-        from deepinv import physics  # type: ignore[import-not-found, unused-ignore]
-    made = physics.Tomography(angles=num_angles, img_width=size, circle=False, normalize=False)
-    eye = torch.eye(size * size, device="cpu").view(-1, 1, size, size)
-    return made.A(eye).transpose(-1, -2).flatten(1).mT.double().contiguous()  # bins x angles to angles x bins
-
-
 def back_projected(measurements: Tensor, operator: Tensor, num_angles: int, bin_width: float) -> Tensor:
-    """Filtered back-projection with the ramp filter, ``[pixels]``.
-
-    Args:
-        measurements: ``[num_angles * bins]``.
-        operator: ``[num_angles * bins, pixels]``.
-        num_angles: number of angles.
-        bin_width: in pixels.
-    """
+    """Filtered back-projection ``[pixels]`` with the ramp filter, of ``[num_angles * bins]`` measurements."""
     sinogram = measurements.view(num_angles, -1)
     length = 2 ** math.ceil(math.log2(2 * sinogram.shape[1]))
     # the ramp's impulse response on the bins: its Fourier transform is |f| without the offset of a sampled ramp
@@ -136,22 +102,14 @@ class _Repeated(Dataset[TomographyProblem]):
     def __len__(self) -> int:
         return self.steps
 
-    def __getitem__(self, index: int) -> TomographyProblem:
+    def __getitem__(self, index: Any) -> TomographyProblem:
         return self.problem
 
-    def __getitems__(self, indices: list[int]) -> TomographyProblem:
-        return self.problem
+    __getitems__ = __getitem__  # a whole batch
 
 
 class _ProblemDataModule(LightningDataModule):
-    """The whole problem at every step; it is copied to the device once.
-
-    Args:
-        steps_per_epoch: optimizer steps that make an epoch.
-
-    Attributes:
-        problem: after ``setup``.
-    """
+    """The whole problem at every step, ``steps_per_epoch`` times an epoch; it is copied to the device once."""
 
     def __init__(self, steps_per_epoch: int) -> None:
         super().__init__()
@@ -184,7 +142,7 @@ class TomographyDataModule(_ProblemDataModule):
     """Images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
 
     ``y = A x + noise * mean|A x| * eps`` with ``eps`` standard normal from ``numpy.random.default_rng(seed + image)``.
-    A batch is always the whole :class:`TomographyProblem`; an epoch is ``steps_per_epoch`` of them.
+    A batch is the whole :class:`TomographyProblem`, which is ``problem`` after ``setup``.
 
     Args:
         root: folder of data sets, see :class:`~tu_symmetry.datamodules.IDXDataModule`; only the test half is read.
@@ -192,18 +150,10 @@ class TomographyDataModule(_ProblemDataModule):
         images: numbers of the test images, or how many from the first.
         num_angles: numbers of angles.
         noise: standard deviations of the noise over the mean absolute measurement.
-        projector: ``strip`` (area-weighted, closed form), or ``deepinv`` (its parallel beam; 40 bins at 28 pixels,
-            needs the extra ``tomography``).
-        num_bins: bins of the detector, with ``strip``.
-        bin_width: in pixels, with ``strip``.
+        num_bins: bins of the detector.
+        bin_width: in pixels.
         steps_per_epoch: optimizer steps that make an epoch.
         seed: seed of the noise.
-
-    Attributes:
-        problem: after ``setup``.
-
-    Raises:
-        ValueError: values out of range.
     """
 
     def __init__(
@@ -214,14 +164,13 @@ class TomographyDataModule(_ProblemDataModule):
         images: int | list[int] = 2,
         num_angles: int | list[int] = 5,
         noise: float | list[float] = 0.1,
-        projector: Projector = "strip",
         num_bins: int = 41,
         bin_width: float = 0.9658,
         steps_per_epoch: int = 500,
         seed: int = 1,
     ) -> None:
         super().__init__(steps_per_epoch)
-        self.root, self.dataset, self.projector, self.seed = Path(root), dataset, projector, seed
+        self.root, self.dataset, self.seed = Path(root), dataset, seed
         self.images = list(range(images)) if isinstance(images, int) else list(images)
         self.num_angles = [num_angles] if isinstance(num_angles, int) else list(num_angles)
         self.noise = [float(noise)] if isinstance(noise, (int, float)) else [float(n) for n in noise]
@@ -229,32 +178,23 @@ class TomographyDataModule(_ProblemDataModule):
             raise ValueError(f"nothing to measure: images {images}, num_angles {num_angles}, noise {noise}")
         if min(self.noise) < 0 or not all(math.isfinite(n) for n in self.noise):
             raise ValueError(f"noise is a share of the mean measurement, at least 0; got {noise}")
-        if projector not in ("strip", "deepinv"):
-            raise ValueError(f"projector={projector!r} is not known; choose 'strip' or 'deepinv'")
         self.num_bins, self.bin_width = num_bins, bin_width
 
     def setup(self, stage: str | None = None) -> None:
         """Read the images and measure them."""
         if self.problem is not None:
             return
-        found = read_idx_images(self.root, self.dataset, "test", flat=False).x
+        found = read_idx_images(self.root, self.dataset, "test").x
         if max(self.images) >= len(found):
-            raise DataFileError(
-                f"image {max(self.images)} is asked for, but {self.dataset} has {len(found)} test images"
-            )
+            raise DataFileError(f"image {max(self.images)} is wanted, {self.dataset} has {len(found)} test images")
         self.problem = measured(
             found[self.images].double() / 255,
             self.images,
-            {a: self._operator(found.shape[-1], a) for a in self.num_angles},
+            {a: strip_projector(found.shape[-1], a, self.num_bins, self.bin_width) for a in self.num_angles},
             self.noise,
-            bin_width=1.0 if self.projector == "deepinv" else self.bin_width,
+            bin_width=self.bin_width,
             seed=self.seed,
         )
-
-    def _operator(self, size: int, num_angles: int) -> Tensor:
-        if self.projector == "deepinv":
-            return deepinv_projector(size, num_angles)
-        return strip_projector(size, num_angles, self.num_bins, self.bin_width)
 
 
 _WALNUT = {
@@ -262,7 +202,6 @@ _WALNUT = {
     "measurements.npy": "the measured line integrals [values]",
     "truth.npy": "the reconstruction from all projections [height, width], in the same units",
 }
-_WALNUT_SOURCE = "Zenodo records 2686726 (the scans) and 7282279"
 
 
 class ScannedTomographyDataModule(_ProblemDataModule):
@@ -276,9 +215,6 @@ class ScannedTomographyDataModule(_ProblemDataModule):
         root: folder of data sets.
         num_angles: angles of the scan.
         steps_per_epoch: optimizer steps that make an epoch.
-
-    Attributes:
-        problem: after ``setup``.
     """
 
     def __init__(self, root: str | Path = "data", *, num_angles: int = 60, steps_per_epoch: int = 100) -> None:
@@ -286,19 +222,15 @@ class ScannedTomographyDataModule(_ProblemDataModule):
         self.root, self.num_angles = Path(root), num_angles
 
     def setup(self, stage: str | None = None) -> None:
-        """Read the files.
-
-        Raises:
-            DataFileError: files that are missing, each with what it has to hold, or that do not belong together.
-        """
+        """Read the files."""
         if self.problem is not None:
             return
         folder = self.root / "walnut"
         lacking = [f"{folder / name}: {what}" for name, what in _WALNUT.items() if not (folder / name).is_file()]
         if lacking:
             raise DataFileError(
-                f"these files are missing; make them from {_WALNUT_SOURCE}, which this library does not download: "
-                + "; ".join(lacking)
+                "these files are missing; make them from Zenodo records 2686726 (the scans) and 7282279, which this "
+                f"library does not download: {'; '.join(lacking)}"
             )
         operator = scipy.sparse.load_npz(folder / "operator.npz")
         measurements, truth = (np.load(folder / name) for name in ("measurements.npy", "truth.npy"))
@@ -332,10 +264,10 @@ def measured(
     bin_width: float = 1.0,
     seed: int = 1,
 ) -> TomographyProblem:
-    """Simulate the measurements of images, every one with every operator and noise.
+    """Simulate the measurements of images ``[n, 1, height, width]``, every one with every operator and noise.
 
     Args:
-        images: ``[n, 1, height, width]``, float64.
+        images: float64.
         numbers: numbers of the images, which the noise is seeded with.
         operators: number of angles to ``[values, pixels]``.
         noise: standard deviations over the mean absolute measurement.
@@ -355,13 +287,8 @@ def measured(
                 back = back_projected(y, operator, angles, bin_width).view(image.shape)
                 values = torch.zeros(most, device="cpu")
                 values[: len(y)] = y.float()
-                entry = (image.float(), padded, values, torch.tensor(len(y), device="cpu"), back.float())
-                rows.append(
-                    (
-                        *entry,
-                        torch.tensor(number, device="cpu"),
-                        torch.tensor(angles, device="cpu"),
-                        torch.tensor(level, device="cpu").double(),
-                    )
-                )
+                facts = (torch.tensor(fact, device="cpu") for fact in (len(y), number, angles))
+                count, image_number, num_angles = facts
+                share = torch.tensor(level, device="cpu").double()
+                rows.append((image.float(), padded, values, count, back.float(), image_number, num_angles, share))
     return TomographyProblem(*(torch.stack(list(column)) for column in zip(*rows, strict=True)))

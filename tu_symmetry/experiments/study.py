@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches, chosen_device
+from tu_symmetry.reporting.progress import Display
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.parts import digest_tensors
+from tu_symmetry.tables.outcome import digest_tensors
+
+T = TypeVar("T")
+
+
+def tracked(description: str, jobs: Sequence[T], name: Callable[[T], str] | None = None) -> Iterator[T]:
+    """Jobs one after the other; how many are done is shown, and the name of the last one."""
+    with Display().track(description, len(jobs)) as tracker:
+        for done, job in enumerate(jobs, 1):
+            yield job
+            tracker.update(done, **({} if name is None else {"of": name(job)}))
 
 
 class Images:
-    """Training, test and, if there are any, out-of-distribution images on one device.
-
-    Args:
-        data: what reads them.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Attributes:
-        train: training images, in order, and their classes.
-        test: test images and their classes.
-        other: out-of-distribution images, None without ``eval_ood``.
-    """
+    """Training, test and, with ``eval_ood``, out-of-distribution images (``other``) on one device."""
 
     def __init__(self, data: ImageDataModule, device: str = "auto") -> None:
-        self.device = chosen_device(device)
+        self.device, self.data = chosen_device(device), data
         data.prepare_data()
         self.train, self.test = (
             Batches(part.x.to(self.device), part.y.to(self.device)) for part in (data.train, data.test)
         )
         self.other = data.ood.x.to(self.device) if data.eval_ood else None
+
+    def held_out(self, purpose: str) -> tuple[Tensor, Tensor]:
+        """Validation images and their classes."""
+        if self.data.val_size < 1:
+            raise ValueError(f"data: val_size must be at least 1, for {purpose} validation images")
+        return self.data.val.x.to(self.device), self.data.val.y.to(self.device)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,17 +58,7 @@ class Images:
 
 
 class Study(Images):
-    """An architecture and its data on one device.
-
-    Args:
-        model: the architecture; its own weights do not matter.
-        data: the data.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-        seed: the seed of all draws.
-
-    Attributes:
-        model: in evaluation mode, on the device.
-    """
+    """An architecture, in evaluation mode, and its data on one device; its own weights do not matter."""
 
     def __init__(self, model: nn.Module, data: ImageDataModule, device: str = "auto", seed: int = 0) -> None:
         super().__init__(data, device)

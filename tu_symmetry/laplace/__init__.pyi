@@ -6,7 +6,7 @@ from .dual.observation import LinearObservation as LinearObservation
 from .dual.priors import IsotropicPrior as IsotropicPrior
 from .dual.priors import KernelPrior as KernelPrior
 from .dual.sampled import SampledEvidence as SampledEvidence
-from .links import GaussianPredictive as GaussianPredictive
+from .likelihood import GaussianPredictive as GaussianPredictive
 from .mixture import LaplaceMixture as LaplaceMixture
 from .report import PrunedGroupWarning as PrunedGroupWarning
 from .storage import LaplaceFileError as LaplaceFileError

@@ -1,7 +1,7 @@
 """``nn.MultiheadAttention`` as four linear layers, for the Kronecker factors of its projections.
 
 The module calls one fused function, which no hook can look into; while the factors are accumulated its forward pass
-is replaced by the same computation in the open (tests compare the two).
+is replaced by the same computation in the open.
 """
 
 from __future__ import annotations
@@ -18,53 +18,35 @@ Watcher = Callable[[Layer, Tensor, Tensor], Tensor]
 
 
 class AttentionProjection(MatrixLayer):
-    """One projection (``q``, ``k``, ``v`` or ``out``) of an attention module.
-
-    Attributes:
-        attention: name of the module.
-        role: which projection.
-    """
+    """One projection (``q``, ``k``, ``v`` or ``out``, its ``role``) of an attention module."""
 
     def __init__(self, attention: str, role: str, shape: Sequence[int], weight: Part | None, bias: Part | None) -> None:
         super().__init__(f"{attention}:{role}", None, shape, weight, bias)
-        self.path = self.attention = attention
-        self.role = role
+        self.path, self.role = attention, role
 
 
 def attention_projections(path: str, module: nn.MultiheadAttention, chosen: set[str]) -> list[AttentionProjection]:
-    """The projections of an attention module whose weights or biases are among ``chosen``.
-
-    Raises:
-        UnsupportedLayerError: attention with a learned key and value, or extra zeros.
-    """
+    """The projections of an attention module whose weights or biases are among ``chosen``."""
     if module.bias_k is not None or module.add_zero_attn:
         raise UnsupportedLayerError(
             f"{path} (MultiheadAttention with add_bias_kv or add_zero_attn) has no Kronecker factors here. Freeze it, "
             "leave it out with parameters=[...], or use curvature='diag'"
         )
-    width = module.embed_dim
-    separate = {"q": module.q_proj_weight, "k": module.k_proj_weight, "v": module.v_proj_weight}
-    found = []
+    width, found = module.embed_dim, []
     for place, role in enumerate("qkv"):
-        own = separate[role]
+        own = getattr(module, f"{role}_proj_weight")
         shape = (width, width) if own is None else tuple(own.shape)
         name = f"{path}.in_proj_weight" if own is None else f"{path}.{role}_proj_weight"
         weight = Part(name, shape, place * width * width if own is None else 0)
-        bias = Part(f"{path}.in_proj_bias", (width,), place * width)
-        found.append((role, shape, weight, bias))
+        found.append((role, shape, weight, Part(f"{path}.in_proj_bias", (width,), place * width)))
     shape = tuple(module.out_proj.weight.shape)
     found.append(("out", shape, Part(f"{path}.out_proj.weight", shape), Part(f"{path}.out_proj.bias", (width,))))
-    return [
-        AttentionProjection(
-            path,
-            role,
-            shape,
-            weight if weight.parameter in chosen else None,
-            bias if bias.parameter in chosen else None,
-        )
-        for role, shape, weight, bias in found
-        if {weight.parameter, bias.parameter} & chosen
-    ]
+    projections = []
+    for role, shape, *parts in found:
+        own = [part if part.parameter in chosen else None for part in parts]
+        if any(own):
+            projections.append(AttentionProjection(path, role, shape, *own))
+    return projections
 
 
 def attention_forward(
@@ -80,21 +62,16 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What ``nn.MultiheadAttention.forward`` computes in evaluation mode, with its projections watched.
-
-    ``watch`` takes a projection, its input and its output, and gives the output to go on with.
-    """
+    """What ``nn.MultiheadAttention.forward`` computes in evaluation mode; ``watch`` gives outputs to go on with."""
     if not module.batch_first or query.ndim != 3:
         raise UnsupportedLayerError(
-            f"{projections[0].attention} (MultiheadAttention) needs batch_first=True and batched inputs for Kronecker "
+            f"{projections[0].path} (MultiheadAttention) needs batch_first=True and batched inputs for Kronecker "
             "factors; leave it out with parameters=[...], or use curvature='diag'"
         )
     watched = {p.role: p for p in projections}
-    weights: Sequence[Tensor | None]
+    weights: Sequence[Tensor | None] = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     if module.in_proj_weight is not None:
         weights = module.in_proj_weight.chunk(3)
-    else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     biases: Sequence[Tensor | None] = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
 
     def project(role: str, inputs: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -1,20 +1,12 @@
 """Curvature of the loss: generalized Gauss-Newton or empirical Fisher, accumulated over a loader.
 
-All curvatures are sums over samples (not means), for unit noise variance. Kronecker factors follow "Kronecker-Factored
-Approximate Curvature for Modern Neural Network Architectures" (arXiv 2311.00636): ``expand`` treats positions that
-share a weight as samples, ``reduce`` adds up gradients and averages inputs over them. They are exact for one sample
-without weight sharing, and for linear networks with a Gaussian likelihood (``expand`` where every position has outputs
-of its own, ``reduce`` where positions are pooled, both without sharing). Parameters of all other modules get their
-exact block, or its diagonal where they are longer than a limit.
-
-Outputs at several positions of a sample, ``[batch, positions, outputs]``, are observations of their own: the curvature
-is the sum over samples and positions, with one backward pass for each position and column of its root (the Monte-Carlo
-Fisher draws all positions at once). Samples remain the first axis, so that positions that share a weight are told
-from samples: flattened into the batch they would count the inputs of a layer as often as there are positions.
+All curvatures are sums over samples (and positions with outputs of their own), for unit noise variance. Kronecker
+factors follow arXiv 2311.00636; parameters of modules that have none get their exact block, or its diagonal.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,15 +14,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, DiagonalBlock, KroneckerBlock, decompose
-from tu_symmetry.laplace.data import all_reduce, batches, count_of, together
+from tu_symmetry.laplace.blocks import (
+    Block,
+    CoupledBlock,
+    DenseBlock,
+    DiagonalBlock,
+    KroneckerBlock,
+    decompose,
+    decompose_rows,
+)
+from tu_symmetry.laplace.data import all_reduce, batches, count_of, processes, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import Watch, find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
-from tu_symmetry.laplace.moments import InputMoments
-from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
+from tu_symmetry.laplace.tangent import Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
@@ -39,22 +39,12 @@ BiasCurvature = Literal["exact", "shared"]
 Progress = Callable[[dict[str, Any]], None]
 
 _ELEMENTS = 1 << 26  # entries of the largest temporary tensors (256 MB in single precision)
+_ROWS = 1 << 24  # entries of the rows of a layer's inputs that are made at once
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the curvature is approximated.
-
-    Attributes:
-        curvature: which structure.
-        fisher_type: exact output Hessian, Monte-Carlo samples of the model, or the empirical Fisher (whose
-            observations are the positions of a sample, where it has outputs at several).
-        kfac_approx: the approximation by Kronecker factors.
-        bias: ``exact``: the exact block of every bias; ``shared``: the gradient factor of its layer's weight, as
-            laplace-torch and curvlinops do (they differ where positions share the bias, with ``expand``).
-        mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
-        dense_limit: longest vector (bias, affine parameter) that gets a dense block; a longer one gets a diagonal.
-    """
+    """How the curvature is approximated; :class:`tu_symmetry.LinearizedLaplace` says what each option is."""
 
     curvature: Curvature = "kfac"
     fisher_type: FisherType = "type-2"
@@ -68,13 +58,8 @@ class Options:
 class Summary:
     """What one pass over the data gives beside the curvature.
 
-    Attributes:
-        samples: number of samples seen, over all processes.
-        loss: sum of the losses (nats) at the linearization point, for unit noise and without constants.
-        outputs: number of the network's outputs for each sample, over all positions.
-        positions: number of positions of each sample that have outputs of their own; the largest, where it varies.
-        observations: number of targets that count, over all samples and processes: ignored labels do not. None where
-            it is not known (of other packages).
+    ``samples`` and ``observations`` (targets that count, None where it is not known) are of all processes, ``loss`` is
+    their sum for unit noise and without constants (nats), ``outputs`` and ``positions`` are those of a sample.
     """
 
     samples: int
@@ -82,76 +67,6 @@ class Summary:
     outputs: int
     positions: int = 1
     observations: int | None = None
-
-
-class _Pass:
-    """One pass over the loader that also adds up samples and losses."""
-
-    def __init__(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        options: Options,
-        generator: torch.Generator | None,
-        progress: Progress | None,
-    ) -> None:
-        self.tangent, self.likelihood, self.options = tangent, likelihood, options
-        self.generator, self.progress = generator, progress
-        self.device = tangent.point().device
-        self.samples, self.outputs, self.positions, self.observations = 0, 0, 0, 0
-        self.loss = torch.zeros((), dtype=torch.float64, device="cpu")
-
-    def run(self, loader: Iterable[Any], count: int | None, step: Callable[[Any, Tensor], Tensor]) -> Summary:
-        """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
-        with together(self.device):
-            for number, (inputs, targets) in enumerate(batches(loader, self.device), start=1):
-                outputs = step(inputs, targets)
-                loss = self.likelihood.loss(outputs, self.likelihood.targets(outputs, targets)).sum()
-                if not torch.isfinite(loss):
-                    raise ValueError(f"the loss of batch {number} is {float(loss)}: outputs or targets are not finite")
-                self.loss += loss.double().cpu()
-                self.samples += len(outputs)
-                self.observations += self.likelihood.count(self.likelihood.observed(outputs, targets))
-                self._size(outputs)
-                if self.progress is not None:
-                    self.progress({"stage": "curvature", "batch": number, "batches": count, "samples": self.samples})
-        counts = torch.tensor([self.samples, self.observations], dtype=torch.float64, device="cpu")
-        totals = torch.cat([self.loss.unsqueeze(0), counts]).to(self.device)
-        all_reduce(totals)
-        loss, samples, observations = totals.tolist()
-        return Summary(round(samples), loss, self.outputs, self.positions, round(observations))
-
-    def root(self, outputs: Tensor, targets: Tensor) -> Directions:
-        """Columns whose outer products are the chosen Fisher's output matrix."""
-        outputs, options = outputs.detach(), self.options
-        checked = self.likelihood.targets(outputs, targets)
-        return self.likelihood.root(
-            outputs, checked, options.fisher_type, mc_samples=options.mc_samples, generator=self.generator
-        )
-
-    def each_gradient(self, add: Callable[[Tensor], object]) -> Callable[[Any, Tensor], Tensor]:
-        """A step that calls ``add`` with gradients of single samples ``[some, size]``, column by column."""
-
-        def step(inputs: Any, targets: Tensor) -> Tensor:
-            outputs = self.tangent.outputs(inputs)
-            root = self.root(outputs, targets)
-            for rows in _chunks(len(outputs), self.tangent.size):
-                for column in root.of(rows):
-                    add(self.tangent.sample_gradients(rows_of(inputs, rows), column))
-            return outputs
-
-        return step
-
-    def _size(self, outputs: Tensor) -> None:
-        """Note the number of outputs; the noise of a regression has to know that of all samples."""
-        size = outputs[0].numel()
-        if self.outputs not in (0, size) and self.likelihood.noisy:
-            raise ValueError(
-                f"the network has {self.outputs} outputs for the samples of one batch and {size} for those of another; "
-                "the variance of a regression needs equally many for every sample"
-            )
-        self.outputs = max(self.outputs, size)
-        self.positions = max(self.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
 
 
 def fit_curvature(
@@ -166,112 +81,110 @@ def fit_curvature(
     generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Block], Summary]:
-    """Accumulate the curvature over a loader and decompose it.
+    """The blocks of the curvature in the order of the flat vector, and the summary of one pass over a loader.
 
-    Returns:
-        The blocks in the order of the flat parameter vector, and the summary of the pass.
+    Parameters in ``whole`` get their exact block in place of Kronecker factors; ``first_pass`` has the batches of a
+    pass over ``loader`` that was begun.
 
     Raises:
-        ValueError: another curvature than the diagonal with a precision for each weight, or one that would not fit the
-            memory.
+        ValueError: a curvature that does not go with the prior, or would not fit the memory; a loss that is not finite.
     """
     require_separable(options.curvature, weights=groups.weights)
     require_room(tangent, options, groups=len(groups), whole=whole)
-    one_pass = _Pass(tangent, likelihood, options, generator, progress)
-    data, count = loader if first_pass is None else first_pass, count_of(loader)
-    with evaluating(tangent.model):
-        if options.curvature in ("full", "last_layer"):
-            matrix = torch.zeros(tangent.size, tangent.size, dtype=tangent.point().dtype, device=one_pass.device)
-            summary = one_pass.run(data, count, one_pass.each_gradient(lambda own: matrix.addmm_(own.T, own)))
-            all_reduce(matrix)
-            if len(groups) == 1:
-                return [_dense("all", 0, torch.tensor(0, device="cpu"), matrix)], summary
-            number = groups.spread(torch.arange(len(groups), device="cpu"))
-            return [CoupledBlock("all", 0, number, matrix)], summary
-        if options.curvature == "diag":
-            diagonal = torch.zeros_like(tangent.point())
-            add = one_pass.each_gradient(lambda own: diagonal.add_(own.square_().sum(0)))
-            summary = one_pass.run(data, count, add)
-            all_reduce(diagonal)
-            pieces = {name: (slot.start, diagonal[slot.start : slot.stop]) for name, slot in tangent.slots.items()}
-            return [DiagonalBlock(n, at, groups.of[n], own.clone()) for n, (at, own) in pieces.items()], summary
+    layers: list[Layer] = []
+    if options.curvature == "kfac":
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
-        factors = {layer.name: _Factors(layer, options) for layer in layers}
-        others = _Whole(tangent, whole, options)
-        watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
-        with watching(tangent.model, layers, watch) as forward:
+    factors = {layer.name: _Factors(layer, options) for layer in layers}
+    exact = _Exact(tangent, options, whole)
+    watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
+    with evaluating(tangent.model), watching(tangent.model, layers, watch) as forward:
 
-            def step(inputs: Any, targets: Tensor) -> Tensor:
-                outputs = tangent.checked(forward(inputs, batch_size(inputs)), batch_size(inputs))
-                root = one_pass.root(outputs, targets)
-                watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
-                others.add(inputs, root)
-                return outputs.detach()
+        def step(inputs: Any, targets: Tensor) -> Tensor:
+            count = batch_size(inputs)
+            outputs = tangent.checked(forward(inputs, count), count) if layers else tangent.outputs(inputs)
+            checked = likelihood.targets(outputs.detach(), targets)
+            root = likelihood.root(
+                outputs.detach(), checked, options.fisher_type, mc_samples=options.mc_samples, generator=generator
+            )
+            watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+            exact.add(inputs, root)
+            return outputs.detach()
 
-            summary = one_pass.run(data, count, step)
-        blocks = [b for layer in layers for b in factors[layer.name].blocks(tangent, groups)]
-        blocks += others.blocks(tangent, groups)
-    return sorted(blocks, key=lambda b: b.start), summary
+        summary = _pass(
+            tangent, likelihood, loader if first_pass is None else first_pass, count_of(loader), step, progress
+        )
+    blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
+    return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), summary
+
+
+def _pass(
+    tangent: TangentModel,
+    likelihood: Likelihood,
+    loader: Iterable[Any],
+    count: int | None,
+    step: Callable[[Any, Tensor], Tensor],
+    progress: Progress | None,
+) -> Summary:
+    """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
+    found = Summary(0, 0.0, 0, 0, 0)
+    device = tangent.point().device
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
+    with together(device):
+        for number, (inputs, targets) in enumerate(batches(loader, device), start=1):
+            outputs = step(inputs, targets)
+            loss = float(likelihood.loss(outputs, likelihood.targets(outputs, targets)).sum().double())
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss of batch {number} is {loss}: outputs or targets are not finite")
+            counted = likelihood.count(likelihood.observed(outputs, targets))
+            totals += torch.tensor([loss, len(outputs), counted], dtype=torch.float64, device="cpu")
+            size = outputs[0].numel()
+            if found.outputs not in (0, size) and likelihood.noisy:
+                raise ValueError(
+                    f"the network has {found.outputs} outputs for the samples of one batch and {size} for those of "
+                    "another; the variance of a regression needs equally many for every sample"
+                )
+            found.outputs = max(found.outputs, size)
+            found.positions = max(found.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
+            if progress is not None:
+                progress({"stage": "curvature", "batch": number, "batches": count, "samples": round(float(totals[1]))})
+    totals = totals.to(device)
+    all_reduce(totals)
+    found.loss, samples, observations = totals.tolist()
+    found.samples, found.observations = round(samples), round(observations)
+    return found
 
 
 def require_separable(curvature: Curvature, *, weights: bool) -> None:
-    """Refuse a precision for each weight with a curvature that couples weights.
-
-    Raises:
-        ValueError: they have no common eigenbasis.
-    """
+    """Refuse a precision for each weight with a curvature that couples weights: a ``ValueError``."""
     if weights and curvature != "diag":
         raise ValueError(
-            f"prior='diagonal' and curvature={curvature!r} do not go together: with a precision for each weight the "
-            "posterior has no eigenvectors made of those of the curvature, so that it could only be inverted as the "
-            "whole matrix. Choose curvature='diag' (everything separates), or prior='per_layer'"
+            f"prior='diagonal' and curvature={curvature!r} have no common eigenvectors: choose curvature='diag', or "
+            "prior='per_layer'"
         )
 
 
 def require_room(tangent: TangentModel, options: Options, *, groups: int, whole: Sequence[str] = ()) -> None:
-    """Refuse a curvature that would not fit the memory with what its decomposition and the evidence need.
+    """Refuse, by a ``ValueError``, a curvature that would not fit the memory with its decompositions.
 
-    Counted is what is alive at the peak, in bytes for each entry of single precision (in brackets of double): 17 (34)
-    of a matrix in one prior group, which LAPACK decomposes with two matrices of work space; 47 (43) over several
-    groups, whose decompositions are made anew for every precision, in double precision; and for Kronecker factors one
-    for each matrix, with the decomposition of the largest.
-
-    Raises:
-        ValueError: it would not fit; the message says what, how large, and what to do instead.
+    Over several groups they are made anew for every precision, in double precision.
     """
     point = tangent.point()
     entry, size = point.element_size(), tangent.size
     if options.curvature in ("full", "last_layer"):
-        each = 5 * entry if groups == 1 else entry + 44
-        wide = options.curvature == "last_layer"
-        require_memory(
-            each * size**2,
-            point.device,
-            f"the exact curvature of {size} parameters{' of the last layer' * wide}, a matrix of {size} x {size} "
-            f"({entry * size**2 / 2**30:.1f} GiB) with its decomposition,",
-            "choose curvature='kfac' or 'diag' with parameters='last_layer'"
-            if wide
-            else "choose curvature='kfac' or 'diag', or a subset with parameters=[...]",
-        )
+        needed = (5 * entry if groups == 1 else entry + 44) * size**2
+        what = f"the exact curvature of {size} parameters, a matrix of {size} x {size}, with its decomposition,"
+        instead = "choose curvature='kfac' or 'diag', or a subset with parameters=[...] or parameters='last_layer'"
+        require_memory(needed, point.device, what, instead)
     elif options.curvature == "kfac":
         found = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
-        sides = {
-            layer.name: (layer.groups, layer.features, layer.outputs)
-            for layer in found
-            if isinstance(layer, MatrixLayer) and layer.weight is not None
-        }
-        if not sides:
-            return
-        widest = max(sides, key=lambda name: max(sides[name][1:]))
-        largest = max(groups * max(a, b) ** 2 for groups, a, b in sides.values())
-        total = sum(groups * (a**2 + b**2) for groups, a, b in sides.values())
-        require_memory(
-            entry * (total + 4 * largest),
-            point.device,
-            f"a Kronecker-factored curvature of {len(sides)} layers, the widest of which, {widest!r}, has matrices of "
-            f"{sides[widest][1]} features and {sides[widest][2]} outputs,",
-            f"leave {widest!r} out (parameters=[...]), or choose curvature='diag', which is as large as the network",
-        )
+        matrices = [layer for layer in found if isinstance(layer, MatrixLayer) and layer.weight is not None]
+        sizes = [layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices]
+        total = sum(layer.groups * (layer.features**2 + layer.outputs**2) for layer in matrices)
+        widest = max(matrices, key=lambda layer: max(layer.features, layer.outputs), default=None)
+        if widest is not None:
+            what = f"a Kronecker-factored curvature, whose widest layer {widest.name!r} has {widest.features} features,"
+            instead = f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag'"
+            require_memory(entry * (total + 4 * max(sizes)), point.device, what, instead)
 
 
 def _chunks(batch: int, entries: int) -> list[slice]:
@@ -279,14 +192,12 @@ def _chunks(batch: int, entries: int) -> list[slice]:
     return [slice(i, min(i + rows, batch)) for i in range(0, batch, rows)]
 
 
-def _dense(name: str, start: int, number: Tensor, matrix: Tensor) -> DenseBlock:
-    values, vectors = decompose(matrix)
-    return DenseBlock(name, start, number, vectors, values)
-
-
 def _of_vectors(name: str, start: int, number: Tensor, found: Tensor) -> Block:
     """A dense block of a matrix, a diagonal one of a vector."""
-    return DiagonalBlock(name, start, number, found) if found.ndim == 1 else _dense(name, start, number, found)
+    if found.ndim == 1:
+        return DiagonalBlock(name, start, number, found)
+    values, vectors = decompose(found)
+    return DenseBlock(name, start, number, values, vectors)
 
 
 class _Sums:
@@ -297,16 +208,13 @@ class _Sums:
         self.found: dict[str, Tensor] = {}
 
     def add(self, key: str, update: Tensor) -> None:
-        """Add to a sum."""
         self.found[key] = self.found[key].add_(update) if key in self.found else update
 
     def add_moments(self, key: str, vectors: Tensor) -> None:
-        """Add ``vectors^T vectors``, or its diagonal."""
         dense = vectors.shape[-1] <= self.dense_limit
         self.add(key, vectors.mT @ vectors if dense else vectors.square().sum(0))
 
     def reduce(self) -> None:
-        """Sum over processes."""
         all_reduce(*(self.found[key] for key in sorted(self.found)))
 
 
@@ -323,14 +231,12 @@ class _Factors:
             self.inputs = InputMoments(layer, reduce=self.reduce)
 
     def observe(self, inputs: Tensor) -> None:
-        """The layer's input in a forward pass."""
         if self.inputs is not None:
             self.inputs.add(inputs)
         else:
             self.rows = None if self.layer.weight is None else self.layer.rows(inputs)
 
     def gradient(self, gradient: Tensor) -> None:
-        """A gradient with respect to the layer's output."""
         layer, sums = self.layer, self.sums
         if layer.bias is not None and not self.shared:
             sums.add_moments("bias", layer.bias_gradient(gradient))
@@ -341,7 +247,7 @@ class _Factors:
             assert self.rows is not None
             values, pairs = layer.summed(self.rows, gradient)
             if "weight" not in sums.found:
-                sums.found["weight"] = gradient.new_zeros(layer.entries, layer.features)
+                sums.found["weight"] = values.new_zeros(layer.entries, layer.features)
             sums.found["weight"].index_add_(0, pairs % layer.entries, values.square_())
         elif layer.weight is not None:
             assert self.rows is not None
@@ -349,13 +255,12 @@ class _Factors:
                 sums.add_moments("weight", layer.weight_gradient(self.rows[part], gradient[part]))
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        """Sum over processes, decompose."""
         self.sums.reduce()
         found: list[Block] = []
         for part, key in ((self.layer.weight, "weight"), (self.layer.bias, "bias")):
             if part is None:
                 continue
-            start, number = tangent.slots[part.parameter].start + part.offset, groups.of[part.parameter]
+            start, number = part.place(tangent.slots).start, groups.of[part.parameter]
             if key == "weight" and self.inputs is not None:
                 values, vectors = self.inputs.decompose()
                 output_values, output_vectors = decompose(self.sums.found["outputs"])
@@ -370,25 +275,87 @@ class _Factors:
         return found
 
 
-class _Whole:
-    """Sums over the data for parameters whose gradients come from the whole network, sample by sample."""
+class _Exact:
+    """Sums of the whole network's gradients, sample by sample: of all weights together, or of some parameters."""
 
-    def __init__(self, tangent: TangentModel, names: Sequence[str], options: Options) -> None:
-        self.tangent = tangent.over(names) if names else None
-        self.sums = _Sums(options.dense_limit)
+    def __init__(self, tangent: TangentModel, options: Options, whole: Sequence[str]) -> None:
+        kind = options.curvature
+        self.tangent = tangent.over(whole) if kind == "kfac" else tangent
+        self.sums = _Sums({"kfac": options.dense_limit, "diag": 0}.get(kind, tangent.size))
+        self.together = kind in ("full", "last_layer")
+        self.slots = {"all": Slot(0, tangent.size, (tangent.size,))} if self.together else dict(self.tangent.slots)
 
     def add(self, inputs: Any, root: Directions) -> None:
-        """Count in a batch."""
-        if self.tangent is None:
-            return
-        for rows in _chunks(batch_size(inputs), self.tangent.size):
+        for rows in _chunks(batch_size(inputs), self.tangent.size) if self.slots else ():
             some = rows_of(inputs, rows)
             for column in root.of(rows):
                 gradients = self.tangent.sample_gradients(some, column)
-                for name, slot in self.tangent.slots.items():
+                for name, slot in self.slots.items():
                     self.sums.add_moments(name, gradients[:, slot.start : slot.stop])
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        """Sum over processes, decompose."""
         self.sums.reduce()
-        return [_of_vectors(n, tangent.slots[n].start, groups.of[n], own) for n, own in self.sums.found.items()]
+        if not self.together:
+            found = self.sums.found.items()
+            return [_of_vectors(name, tangent.slots[name].start, groups.of[name], own) for name, own in found]
+        if len(groups) == 1:
+            return [_of_vectors("all", 0, torch.tensor(0, device="cpu"), self.sums.found["all"])]
+        number = groups.spread(torch.arange(len(groups), device="cpu"))
+        return [CoupledBlock("all", 0, number, self.sums.found["all"])]
+
+
+class InputMoments:
+    """The mean of ``a a^T`` over the rows that go into a layer; rows of a sample's mean position with ``reduce``.
+
+    As long as there are at most half as many rows as features, the rows themselves are kept: they take less memory
+    than the matrix, and so does its decomposition less time.
+    """
+
+    def __init__(self, layer: MatrixLayer, *, reduce: bool) -> None:
+        self.layer, self.reduce = layer, reduce
+        self.count = 0
+        self._rows: list[Tensor] | None = []
+        self._matrix: Tensor | None = None
+        self._shifted: ShiftedGrams | None = None
+
+    def add(self, inputs: Tensor) -> None:
+        """Count in a batch of the layer's inputs."""
+        layer, conv = self.layer, self.layer.convolution
+        features = layer.features * layer.groups
+        positions = inputs[0].numel() // features if conv is None else positions_of(inputs, conv)
+        self.count += len(inputs) * (1 if self.reduce else positions)
+        if self._rows is not None and 2 * self.count > layer.features:
+            self._release()
+        if self._rows is None and conv is not None and not self.reduce and ShiftedGrams.serves(conv):
+            self._shifted = self._shifted or ShiftedGrams(conv)
+            self._shifted.add(inputs)
+            return
+        for part in inputs.split(max(1, _ROWS // (positions * features))):
+            rows = layer.rows(part)
+            rows = rows.mean(2).transpose(0, 1) if self.reduce else rows.transpose(0, 1).flatten(1, 2)
+            if self._rows is not None:
+                self._rows.append(rows.clone())  # the network may go on to work in place
+            else:
+                self._add(gram(rows))
+
+    def _add(self, update: Tensor) -> None:
+        self._matrix = update if self._matrix is None else self._matrix.add_(update)
+
+    def _release(self) -> None:
+        """Turn kept rows into their matrix."""
+        kept, self._rows = self._rows, None
+        if kept:
+            self._add(gram(torch.cat(kept, dim=1)))
+
+    def decompose(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ``[groups, features]`` and eigenvectors of the mean, over all processes."""
+        if processes() > 1:
+            self._release()
+        if self._rows is not None:
+            return decompose_rows(torch.cat(self._rows, dim=1) / self.count**0.5)
+        if self._shifted is not None:
+            self._add(self._shifted.total())
+        assert self._matrix is not None
+        count = torch.tensor(float(self.count), dtype=torch.float64, device=self._matrix.device)
+        all_reduce(count, self._matrix)
+        return decompose(self._matrix / count.item())

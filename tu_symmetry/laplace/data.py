@@ -15,12 +15,7 @@ from tu_symmetry.laplace.inputs import batch_size, inputs_and_targets, mapped, o
 
 
 def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
-    """Inputs and targets on the device, batch by batch.
-
-    Raises:
-        TypeError: batches that are neither pairs nor mappings with targets.
-        ValueError: a loader without batches.
-    """
+    """Inputs and targets on the device, batch by batch; a ``ValueError`` for a loader without samples."""
     empty = True
     for batch in loader:
         own, targets = inputs_and_targets(batch)
@@ -71,11 +66,7 @@ def all_reduce(*tensors: Tensor) -> None:
 
 @contextmanager
 def together(device: torch.device) -> Iterator[None]:
-    """Where one process fails, all do: none waits for ever for sums that will not come.
-
-    Raises:
-        RuntimeError: another process failed; it raises its own error.
-    """
+    """Where one process fails, all do (a ``RuntimeError``): none waits for ever for sums that will not come."""
     error: Exception | None = None
     try:
         yield

@@ -1,10 +1,4 @@
-"""Cholesky factors of covariances, and a stated condition for those that have none.
-
-Where a Cholesky factorization of a singular matrix breaks down is decided by rounding, so by the processor. Here a
-matrix counts as singular by its distance from a singular one: by the smallest eigenvalue of the matrix scaled to unit
-diagonal. Rounding moves that by about ``n eps`` at most, whatever the order of rows; a variance that the other entries
-explain up to a part ``r`` has ``r`` or less.
-"""
+"""Cholesky factors of covariances, and a stated condition for those that have none, the same on every processor."""
 
 from __future__ import annotations
 
@@ -18,7 +12,7 @@ def cholesky(matrix: Tensor) -> Tensor | None:
     """The lower Cholesky factor of a symmetric matrix ``[n, n]``, differentiable; None of one singular to rounding.
 
     A matrix is singular to rounding where it has no finite factor, or where the smallest eigenvalue at unit diagonal,
-    by three steps of inverse iteration, is below ``10 n eps``.
+    by three steps of inverse iteration, is below ``10 n eps``: rounding moves it by about ``n eps``.
     """
     root, failed = torch.linalg.cholesky_ex(matrix)
     scale = matrix.detach().diagonal().sqrt().unsqueeze(-1)
@@ -33,11 +27,8 @@ def cholesky(matrix: Tensor) -> Tensor | None:
 def cholesky_of_one_plus(matrix: Tensor, rounding: float = 0.0) -> Tensor:
     """The lower Cholesky factor of ``1 + A``, which always exists, for a positive semidefinite ``A``; overwrites it.
 
-    Where an entry of the diagonal is so large that the one is lost in its rounding, that rounding stands in its place.
-
-    Args:
-        matrix: ``A``, ``[n, n]``.
-        rounding: the rounding of its entries, relative to the diagonal, where it is more than its dtype's.
+    Where an entry of the diagonal is so large that the one is lost in its rounding, that rounding stands in its place;
+    ``rounding`` is that of the entries, relative to the diagonal, where it is more than the dtype's.
     """
     rounding += _SINGULAR * len(matrix) * torch.finfo(matrix.dtype).eps
     diagonal = matrix.diagonal()

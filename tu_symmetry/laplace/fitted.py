@@ -1,13 +1,6 @@
 """A fitted Laplace approximation as one frozen object, which evidence, prediction, files and conversions work on.
 
-Nothing of it is ever overwritten: another precision, another curvature or another ``theta*`` is another object, made by
-one of the ``with_...`` methods, and shares all the rest with the first. For example, with one curvature of a network in
-``fitted``, the evidence at both places starts from::
-
-    at_mode = fitted.restarted(evaluate_at="tangent_mode")
-    at_map = fitted.restarted(evaluate_at="map")
-
-and neither needs another pass over the data, nor touches what ``fitted`` holds.
+Another precision, another curvature or another ``theta*`` is another object that shares the rest with the first.
 """
 
 from __future__ import annotations
@@ -17,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +21,7 @@ from tu_symmetry.laplace.determinants import FLAT, Determinants, Hyperprior, Noi
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
-from tu_symmetry.laplace.likelihood import Likelihood
-from tu_symmetry.laplace.links import LinkApprox
+from tu_symmetry.laplace.likelihood import Likelihood, LinkApprox
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import GroupReport
 from tu_symmetry.laplace.tangent import TangentModel
@@ -36,19 +29,12 @@ from tu_symmetry.laplace.tangent import TangentModel
 
 @dataclass(frozen=True, eq=False)
 class FittedCurvature:
-    """What the passes over the training data have given.
+    """What the passes over the training data have given."""
 
-    Attributes:
-        blocks: the blocks of the curvature, in the order of the flat parameter vector.
-        summary: number of samples and outputs, and the loss at the linearization point.
-        groups: which weights share a precision.
-        whole: parameters without Kronecker factors that have an exact block, since other modules read them too.
-    """
-
-    blocks: tuple[Block, ...]
+    blocks: tuple[Block, ...]  # in the order of the flat parameter vector
     summary: Summary
     groups: PriorGroups
-    whole: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()  # parameters without Kronecker factors that have an exact block
 
     @cached_property
     def determinants(self) -> Determinants:
@@ -57,22 +43,14 @@ class FittedCurvature:
 
 
 class Snapshot:
-    """A copy of a network's weights and buffers, to tell whether they are still those of the fit.
-
-    Attributes:
-        fingerprint: a digest of them.
-    """
+    """A copy and a digest of a network's weights and buffers, to tell whether they are still those of the fit."""
 
     def __init__(self, tangent: TangentModel) -> None:
         self.fingerprint = tangent.fingerprint()
         self._state = {name: tensor.clone() for name, tensor in tangent.state().items()}
 
     def matches(self, tangent: TangentModel) -> bool:
-        """Whether a network has these weights.
-
-        They are compared by value with a copy, since edits of ``weight.data`` leave no other trace. It takes one pass
-        over the weights in memory.
-        """
+        """Whether a network has these weights, compared by value: edits of ``weight.data`` leave no other trace."""
         now = tangent.state()
         if now.keys() == self._state.keys() and all(
             t.shape == kept.shape and t.dtype == kept.dtype and t.device == kept.device and torch.equal(t, kept)
@@ -92,22 +70,13 @@ class Snapshot:
 class FittedLaplace:
     """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at.
 
-    Made by :meth:`begin`; every change is a new object.
-
     Attributes:
-        tangent: the network, linearized at its weights, and its Jacobian products.
-        likelihood: the observation model.
-        options: how the curvature is approximated.
-        prior: the kind of prior that gave the groups.
-        evaluate_at: where the evidence is evaluated.
-        curvature: blocks, summary, prior groups.
         center: the hyperprior's center of each precision, float64 ``[groups]``.
         log_precision: log of the precisions, float64 ``[groups]``.
-        noise_variance: the variance of a regression's noise (1 for another likelihood).
-        noise_fixed: whether the noise variance was given.
-        hyperprior: on the precisions.
         solution: the weights ``theta`` and how well they solve their problem.
         snapshot: the network's weights at the fit.
+        noise_variance: the variance of a regression's noise (1 for another likelihood).
+        noise_fixed: whether the noise variance was given.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
         link_approx: the approximation of predictions that are asked for without one.
     """
@@ -115,16 +84,16 @@ class FittedLaplace:
     tangent: TangentModel
     likelihood: Likelihood
     options: Options
+    curvature: FittedCurvature
     prior: Prior
     evaluate_at: EvaluateAt
-    curvature: FittedCurvature
     center: Tensor
     log_precision: Tensor
-    noise_variance: float
-    noise_fixed: bool
-    hyperprior: Hyperprior
     solution: Mode
     snapshot: Snapshot
+    noise_variance: float = 1.0
+    noise_fixed: bool = False
+    hyperprior: Hyperprior = FLAT
     temperature: float = 1.0
     link_approx: LinkApprox = "mc"
 
@@ -138,43 +107,16 @@ class FittedLaplace:
         *,
         prior: Prior,
         evaluate_at: EvaluateAt,
-        log_precision: Tensor | None = None,
-        noise_variance: float = 1.0,
-        noise_fixed: bool = False,
-        hyperprior: Hyperprior = FLAT,
-        solution: Mode | None = None,
-        temperature: float = 1.0,
-        link_approx: LinkApprox = "mc",
+        **attributes: Any,
     ) -> FittedLaplace:
-        """An approximation of a network with its present weights.
-
-        Raises:
-            ValueError: weights that are all zero, or not finite.
-            UnsupportedLayerError: Kronecker factors of layers that have none.
-        """
+        """An approximation of a network with its present weights; refuses layers that have no Kronecker factors."""
         point = tangent.point()
-        center = centers(curvature.groups, point)
+        center, mode = centers(curvature.groups, point), Mode.at(point, curvature.summary.loss, evaluate_at)
         found = cls(
-            tangent=tangent,
-            likelihood=likelihood,
-            options=options,
-            prior=prior,
-            evaluate_at=evaluate_at,
-            curvature=curvature,
-            center=center,
-            log_precision=center.log() if log_precision is None else log_precision,
-            noise_variance=noise_variance,
-            noise_fixed=noise_fixed,
-            hyperprior=hyperprior,
-            solution=Mode.at(point, curvature.summary.loss, evaluate_at) if solution is None else solution,
-            snapshot=Snapshot(tangent),
-            temperature=temperature,
-            link_approx=link_approx,
+            tangent, likelihood, options, curvature, prior, evaluate_at, center, center.log(), mode, Snapshot(tangent)
         )
         _ = found.layers
-        return found
-
-    # ------------------------------------------------------------------ what follows from it
+        return replace(found, **attributes)
 
     @property
     def model(self) -> nn.Module:
@@ -219,18 +161,12 @@ class FittedLaplace:
         return tuple(find_layers(self.model, [n for n in self.tangent.names if n not in self.curvature.whole]))
 
     def require_weights(self) -> None:
-        """Refuse a network whose weights are no longer those of the fit.
-
-        Raises:
-            RuntimeError: they have changed.
-        """
+        """Refuse a network whose weights are no longer those of the fit."""
         if not self.snapshot.matches(self.tangent):
             raise RuntimeError(
                 "the network's weights have changed since the Laplace approximation was fitted (further training, "
                 "or weights loaded into it); fit again, or put the fitted weights back"
             )
-
-    # ------------------------------------------------------------------ other objects
 
     def on(self, device: torch.device) -> FittedLaplace:
         """The same for the network on a device, to which it has been moved; itself where it lies there already."""
@@ -246,8 +182,7 @@ class FittedLaplace:
     def with_hyperparameters(self, log_precision: Tensor, noise_variance: float | None = None) -> FittedLaplace:
         """Other log precisions ``[groups]``, and noise variance where it is given.
 
-        At ``tangent_mode`` the weights are those found last, which are no solution any more. The temperature is 1
-        again.
+        At ``tangent_mode`` the weights are those found last, no solution any more; the temperature is 1 again.
         """
         noise = self.noise_variance if noise_variance is None else noise_variance
         moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
@@ -265,9 +200,6 @@ class FittedLaplace:
         """Other precisions: one for all groups, one for each, or by name (the others keep theirs).
 
         A name is that of a group or, where every weight is one, that of a parameter, with a tensor of its shape.
-
-        Raises:
-            ValueError: an unknown name, another shape, or a precision that is not positive and finite.
         """
         return self.with_hyperparameters(self.groups.given(precision, self.log_precision))
 
@@ -286,11 +218,7 @@ class FittedLaplace:
         return replace(self.uncalibrated(), curvature=curvature)
 
     def with_tangent(self, tangent: TangentModel) -> FittedLaplace:
-        """Another way to the same network's Jacobian products, stored ones for example.
-
-        Raises:
-            ValueError: another network, or other parameters of it.
-        """
+        """Another way to the same network's Jacobian products, stored ones for example."""
         if tangent.model is not self.model or tangent.slots != self.tangent.slots:
             raise ValueError("the other tangent model is of another network, or of other parameters of this one")
         return replace(self, tangent=tangent)
@@ -306,8 +234,6 @@ class FittedLaplace:
             hyperprior=FLAT,
             solution=Mode.at(self.tangent.point(), self.summary.loss, where),
         )
-
-    # ------------------------------------------------------------------ evidence at what it holds
 
     def noise(self, mode: Mode) -> Noise | None:
         """A regression's observations and squared residuals; None for another likelihood."""

@@ -1,8 +1,7 @@
 """Which weights share a prior precision.
 
-The prior is a zero-mean Gaussian with one precision for each group. Recommendation 2 of "Adapting the Linearised
-Laplace Model Evidence for Modern Deep Learning" (arXiv 2206.08900): one group for each set of weights that a
-normalization makes scale-invariant, and one for the rest.
+The prior is a zero-mean Gaussian with one precision for each group: by Recommendation 2 of arXiv 2206.08900 for each
+set of weights that a normalization makes scale-invariant, and for the rest.
 """
 
 from __future__ import annotations
@@ -24,13 +23,9 @@ REST = "rest"
 
 
 class PriorGroups:
-    """A partition of the parameters, each of which lies in one group as a whole.
+    """A partition of the parameters: ``of`` has the number of each one's group, ``sizes`` the parameters of a group.
 
-    Attributes:
-        names: the names of the groups.
-        of: parameter to group number, 0-dim (of single weights: one number for each entry).
-        sizes: number of parameters in each group, float64.
-        weights: whether every group is a single weight, in the order of the flat vector (:class:`SingleWeights`).
+    With ``weights`` every weight is a group (:class:`SingleWeights`), and ``of`` has one number for each.
     """
 
     names: tuple[str, ...]
@@ -43,8 +38,7 @@ class PriorGroups:
         self.of = {name: torch.tensor(number, device="cpu") for name, number in zip(slots, numbers, strict=True)}
         self._number = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.names = tuple(order)
-        ones = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64, device="cpu")
-        self.sizes = self.total(ones)
+        self.sizes = self.total(torch.ones(_size(slots), dtype=torch.float64, device="cpu"))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -68,42 +62,31 @@ class PriorGroups:
         return found.cpu()
 
     def given(self, precision: float | Tensor | Mapping[str, float | Tensor], present: Tensor) -> Tensor:
-        """Log precisions ``[groups]`` from those that are given in one of three ways.
+        """Log precisions ``[groups]``: one for all, a tensor ``[groups]``, or by name; ``present`` for all others.
 
-        Args:
-            precision: one for all groups; a tensor ``[groups]`` in their order; or by name. A name is that of a group,
-                or of a parameter whose entries are groups of their own, with a number or a tensor of its shape.
-            present: log precisions ``[groups]`` of those that are not named.
+        A name is that of a group or, of single weights, of a parameter, with a number or a tensor of its shape.
 
         Raises:
             ValueError: an unknown name, another shape, or a precision that is not positive and finite.
         """
         found = present.clone()
-        if not isinstance(precision, Mapping):
-            value = torch.as_tensor(precision, dtype=torch.float64, device="cpu").detach()
-            if value.ndim and value.shape != found.shape:
-                raise ValueError(
-                    f"the precisions have shape {tuple(value.shape)}; there are {len(self)} prior groups, so that it "
-                    "has to be one number for all, a tensor with one for each in their order, or a mapping by name"
-                )
-            return found.copy_(_positive(value, "the prior precision").log())
-        for name, own in precision.items():
-            place, shape = self._place(name)
+        by_name = precision if isinstance(precision, Mapping) else {"": precision}
+        for name, own in by_name.items():
+            place, shape = (slice(None), tuple(found.shape)) if by_name is not precision else self._place(name)
             value = torch.as_tensor(own, dtype=torch.float64, device="cpu").detach()
+            what = f"the precision of {name!r}" if name else f"the prior precision (of {len(self)} prior groups)"
             if value.ndim and value.shape != shape:
-                raise ValueError(
-                    f"the precisions of {name!r} have shape {tuple(value.shape)}; it has to be one number"
-                    + (f", or a tensor of the parameter's shape {shape}" if shape else "")
-                )
-            found[place] = _positive(value, f"the precision of {name!r}").log().reshape(-1)
+                raise ValueError(f"{what} has shape {tuple(value.shape)}; it has to be one number, or of shape {shape}")
+            if not bool(((value > 0) & value.isfinite()).all()):
+                raise ValueError(f"{what} is {value.tolist()}; it has to be positive and finite")
+            found[place] = value.log().reshape(-1)
         return found
 
     def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
         """The groups that a name stands for, and the shape in which their precisions may be given."""
         if name not in self._numbers:
-            raise ValueError(f"no prior group {name!r}; the groups are {list(self.names)[:12]}")
-        number = self._numbers[name]
-        return slice(number, number + 1), ()
+            raise ValueError(f"no prior group {name!r}; there are {[*self.names[:6], *list(self.slots)[:6]]}")
+        return slice(self._numbers[name], self._numbers[name] + 1), ()
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
@@ -111,17 +94,14 @@ class PriorGroups:
 
 
 class SingleWeights(PriorGroups):
-    """Every weight a group of its own, whose number is its place in the flat vector.
-
-    Names are made where they are asked for: ``0.weight[2,3]`` is the weight of input 3 in unit 2.
-    """
+    """Every weight a group of its own, whose number is its place in the flat vector: ``0.weight[2,3]``."""
 
     weights = True
 
     def __init__(self, slots: Mapping[str, Slot]) -> None:
         self.slots = dict(slots)
         self.of = {name: torch.arange(slot.start, slot.stop, device="cpu") for name, slot in slots.items()}
-        self.sizes = torch.ones(max((s.stop for s in slots.values()), default=0), dtype=torch.float64, device="cpu")
+        self.sizes = torch.ones(_size(slots), dtype=torch.float64, device="cpu")
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -148,23 +128,13 @@ class SingleWeights(PriorGroups):
         return rows.double().cpu().mT * vector.double().cpu().unsqueeze(-1)
 
     def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
-        if name in self.slots:
-            slot = self.slots[name]
-            return slice(slot.start, slot.stop), tuple(slot.shape)
-        try:
+        if name not in self.slots:
             return super()._place(name)
-        except ValueError:
-            raise ValueError(
-                f"no parameter {name!r}; the parameters are {list(self.slots)[:12]}, their weights "
-                f"{list(self.names)[:3]} and so on"
-            ) from None
+        return slice(*self.slots[name][:2]), self.slots[name].shape
 
 
-def _positive(value: Tensor, what: str) -> Tensor:
-    wrong = ~((value > 0) & value.isfinite())
-    if bool(wrong.any()):
-        raise ValueError(f"{what} is {float(value[wrong][0])}; it has to be positive and finite")
-    return value
+def _size(slots: Mapping[str, Slot]) -> int:
+    return max((slot.stop for slot in slots.values()), default=0)
 
 
 def prior_groups(
@@ -174,15 +144,7 @@ def prior_groups(
     normalizations: Sequence[NormalizationGroup] = (),
     groups: Mapping[str, Sequence[str]] | None = None,
 ) -> PriorGroups:
-    """Partition the parameters for a kind of prior.
-
-    Args:
-        slots: the parameters of the posterior.
-        prior: ``single``: one group; ``per_layer``: one for each module; ``per_tensor``: one for each parameter;
-            ``per_group``: one for each normalization group, all its channels together, and one for the rest;
-            ``diagonal``: one for each weight.
-        normalizations: the symmetry graph's normalization groups.
-        groups: name to parameters, instead of ``normalizations``.
+    """Partition the parameters for a kind of prior, by normalization groups or those given by hand.
 
     Raises:
         ValueError: parameters that ``groups`` names twice or that do not exist, ``groups`` with another prior.
@@ -190,26 +152,23 @@ def prior_groups(
     require_own_groups(prior, groups)
     if prior == "diagonal":
         return SingleWeights(slots)
-    if prior == "single":
-        return PriorGroups(slots, dict.fromkeys(slots, "all"))
-    if prior == "per_layer":
-        return PriorGroups(slots, {name: name.rpartition(".")[0] or name for name in slots})
-    if prior == "per_tensor":
-        return PriorGroups(slots, {name: name for name in slots})
-    if prior != "per_group":
+    if prior == "per_group":
+        own = _joined(slots, normalizations) if groups is None else _from_mapping(slots, groups)
+        return PriorGroups(slots, dict.fromkeys(slots, REST) | own)
+    labels = {
+        "single": dict.fromkeys(slots, "all"),
+        "per_layer": {name: name.rpartition(".")[0] or name for name in slots},
+        "per_tensor": {name: name for name in slots},
+    }
+    if prior not in labels:
         raise ValueError(
-            f"prior={prior!r} is not known; choose 'per_group', 'per_layer', 'per_tensor', 'single' or 'diagonal'"
+            f"prior={prior!r} is not known; choose 'per_group', {', '.join(map(repr, labels))}, 'diagonal'"
         )
-    own = _joined(slots, normalizations) if groups is None else _from_mapping(slots, groups)
-    return PriorGroups(slots, dict.fromkeys(slots, REST) | own)
+    return PriorGroups(slots, labels[prior])
 
 
 def require_own_groups(prior: Prior, groups: Mapping[str, Sequence[str]] | None) -> None:
-    """Refuse groups that a prior would not look at.
-
-    Raises:
-        ValueError: ``groups`` beside a prior that has its own.
-    """
+    """Refuse groups that a prior would not look at: a ``ValueError``."""
     if groups is not None and prior != "per_group":
         raise ValueError(f"prior={prior!r} has groups of its own; groups=... goes with 'per_group'")
 
@@ -234,7 +193,6 @@ def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGro
     for group in normalizations:
         for exponent in sorted({m.exponent for m in group.members if not m.buffer}, reverse=True):
             names = [m.parameter for m in group.members if m.exponent == exponent and m.parameter in slots]
-            names = list(dict.fromkeys(names))
             label = group.name if exponent == 1 else f"{group.name}^{exponent:g}"
             merged = {labels[n] for n in names if n in labels}
             labels.update({n: label for n in names} | {n: label for n, old in labels.items() if old in merged})
@@ -244,14 +202,8 @@ def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGro
 def centers(groups: PriorGroups, point: Tensor) -> Tensor:
     """The precision at which a group's weights have their expected size: ``sizes / ||theta||^2`` (float64).
 
-    It moves with the scale of the weights (``k theta`` has the center divided by ``k^2``), so that whatever is stated
-    relative to it respects the scale invariance of normalized weights. Groups of zeros have the center 1.
-
-    A single weight says too little of its own scale (the logarithm of a normal number's square has a standard deviation
-    of 2.2 nats, and zero has none): where every weight is a group, its center is that of its parameter as a whole.
-
-    Raises:
-        ValueError: weights that are all zero, or not finite.
+    ``k theta`` has the center divided by ``k^2``. Groups of zeros have the center 1; a single weight says too little of
+    its own scale, and has that of its parameter. Weights that are all zero are refused.
     """
     squares = groups.total(point.double().square())
     overall = float(squares.sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,8 @@ from tu_symmetry.laplace.attention import AttentionProjection, attention_forward
 from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.layers import Layer, Part, UnsupportedLayerError, layer_of, runs_forward_of
 from tu_symmetry.laplace.likelihood import Directions
+
+_INSTEAD = "leave it out with parameters=[...], or use curvature='diag' or 'full'"
 
 
 class Watch:
@@ -44,15 +47,13 @@ class Watch:
         if layer.name in self.seen:
             raise UnsupportedLayerError(
                 f"the module {layer.path!r} is used several times in this forward pass, and was not in the first: its "
-                "Kronecker factors do not hold. Freeze it, leave it out with parameters=[...], or use curvature='diag' "
-                "or 'full', which are exact for shared weights"
+                f"Kronecker factors do not hold. Freeze it, {_INSTEAD}"
             )
         self.seen.add(layer.name)
         if output.ndim < 1 or len(output) != self.batch or len(inputs) != self.batch:
             raise UnsupportedLayerError(
                 f"the module {layer.path!r} sees an input of shape {tuple(inputs.shape)} in a batch of {self.batch} "
-                "samples: the first axis has to be the batch. Build the model batch-first, leave the module out with "
-                "parameters=[...], or use curvature='diag' or 'full'"
+                f"samples: the first axis has to be the batch. Build the model batch-first, {_INSTEAD}"
             )
         self.on_input(layer, inputs.detach())
         self.outputs += output.numel()
@@ -78,45 +79,17 @@ class Watch:
         self.on_gradient = None
 
 
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
-
-
 class _FasterBackward(TorchFunctionMode):
-    """Two functions by others with the same values, whose gradients of inputs take less time.
+    """Batch normalization by running statistics as the scale and shift that it is.
 
-    Batch normalization by running statistics becomes the scale and shift that it is: the function itself sums up
-    gradients of its affine parameters in every backward pass, whether they are asked for or not, which takes three
-    times as long as the gradient of its input. A convolution of single entries with a stride becomes one without, of
-    the entries that it looks at, instead of a gradient for four times as many.
+    The function itself sums up gradients of its affine parameters in every backward pass, asked for or not, which takes
+    three times as long as the gradient of its input.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _CONVOLUTIONS:
-            return _thinned(func, *args, **kwargs)
-        return (_scaled_and_shifted if func is F.batch_norm else func)(*args, **kwargs)
-
-
-def _thinned(
-    convolution: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | Sequence[int] = 1,
-    padding: str | int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-    groups: int = 1,
-) -> Tensor:
-    """A convolution, where possible of the entries alone that it looks at."""
-    steps = tuple(stride) if isinstance(stride, Sequence) else (stride,)
-    steps *= (weight.ndim - 2) // len(steps)
-    unpadded = not any(padding) if isinstance(padding, (list, tuple)) else padding in (0, "valid")
-    if max(weight.shape[2:]) > 1 or max(steps) == 1 or not unpadded:
-        return convolution(input, weight, bias, stride, padding, dilation, groups)
-    seen: tuple[Any, ...] = (..., *(slice(None, None, step) for step in steps))
-    return convolution(input[seen], weight, bias, 1, 0, 1, groups)
+        return (_scaled_and_shifted if func is F.batch_norm else func)(*args, **kwargs or {})
 
 
 def _scaled_and_shifted(
@@ -129,7 +102,6 @@ def _scaled_and_shifted(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """``torch.nn.functional.batch_norm``."""
     if training or running_mean is None or running_var is None or input.dtype != running_mean.dtype:
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     scale = (running_var + eps).rsqrt()
@@ -141,10 +113,7 @@ def _scaled_and_shifted(
 
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterator[Callable[[Any, int], Tensor]]:
-    """Hooks on the layers; yields the forward pass (inputs, batch size) -> what the network returns.
-
-    The model must be in evaluation mode (:func:`tu_symmetry.laplace.tangent.evaluating`).
-    """
+    """Hooks on the layers of a model in evaluation mode; yields the forward pass (inputs, batch size) -> outputs."""
     modules = dict(model.named_modules())
     weights = {name: p.detach() for name, p in model.named_parameters()}
     handles, patched = [], []
@@ -174,8 +143,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         if not args:
             raise UnsupportedLayerError(
                 f"the module {layer.path!r} is called with its input as a keyword ({', '.join(kwargs)}=...), where "
-                "hooks do not look; pass it by position, leave the module out with parameters=[...], or use "
-                "curvature='diag' or 'full'"
+                f"hooks do not look; pass it by position, {_INSTEAD}"
             )
         return watch(layer, args[0], output)
 
@@ -183,7 +151,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         attentions: dict[str, list[AttentionProjection]] = {}
         for layer in layers:
             if isinstance(layer, AttentionProjection):
-                attentions.setdefault(layer.attention, []).append(layer)
+                attentions.setdefault(layer.path, []).append(layer)
             else:
                 handles.append(modules[layer.path].register_forward_hook(partial(hook, layer), with_kwargs=True))
         for name, projections in attentions.items():
@@ -200,29 +168,25 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
 
 
 def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
-    """The layers with Kronecker factors, or exact vectors, for the given parameters.
-
-    No layer has a parameter that is tied, that makes a parametrized weight, or that another kind of module owns.
+    """The layers that have the given parameters, apart from tied ones and those that a parametrization makes.
 
     Raises:
         UnsupportedLayerError: modules without gradients of single samples, by name.
     """
-    chosen = set(names)
-    aliases: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(p), []).append(name)
-    chosen -= {name for shared in aliases.values() if len(shared) > 1 for name in shared}
+    every = [(name, id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
+    uses = Counter(number for _, number in every)
+    chosen = set(names) - {name for name, number in every if uses[number] > 1}
     layers: list[Layer] = []
     refused: list[str] = []
     inside: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             continue
-        prefix = f"{path}." if path else ""
+        prefix, called = f"{path}." if path else "", path or "the model itself"
         if isinstance(module, nn.MultiheadAttention):
             names_here = {n for n in chosen if n.startswith(prefix)}
             if names_here and not runs_forward_of(module, nn.MultiheadAttention):
-                refused.append(f"{path or 'the model itself'} ({type(module).__name__} with a forward of its own)")
+                refused.append(f"{called} ({type(module).__name__} with a forward of its own)")
             elif names_here:
                 layers.extend(attention_projections(path, module, chosen))
             inside |= names_here
@@ -231,15 +195,13 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
         if not own:
             continue
         if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
-            refused.append(f"{path or 'the model itself'} (Embedding with max_norm or scale_grad_by_freq)")
+            refused.append(f"{called} (Embedding with max_norm or scale_grad_by_freq)")
             continue
         known = layer_of(path, module, {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items()})
         layers.extend([known] if known else [])
     if refused:
         raise UnsupportedLayerError(
-            f"no exact gradients for the parameters of {'; '.join(refused[:6])}"
-            + (f" and {len(refused) - 6} more" if len(refused) > 6 else "")
-            + ". Freeze them, leave them out with parameters=[...], or use curvature='diag' (any layer) or 'full' "
-            "(small networks)"
+            f"no exact gradients for the parameters of {'; '.join(refused[:6])}. Freeze them, leave them out with "
+            "parameters=[...], or use curvature='diag' (any layer) or 'full' (small networks)"
         )
     return layers

@@ -1,8 +1,7 @@
 """Batches: a tensor, a tuple of positional arguments, or a mapping of keyword arguments, each with tensors in it.
 
 Loaders give pairs ``(inputs, targets)``, or one mapping with the targets under a name of their own, as Hugging Face's
-collators do: ``{"input_ids": ..., "attention_mask": ..., "labels": ...}`` is the call
-``model(input_ids=..., attention_mask=...)`` with targets ``labels``.
+collators do: ``{"input_ids": ..., "labels": ...}`` is the call ``model(input_ids=...)`` with targets ``labels``.
 """
 
 from __future__ import annotations
@@ -39,13 +38,7 @@ def follows(inputs: Any) -> bool:
 
 
 def ordinary(inputs: Any, *, history: bool = False) -> Any:
-    """Inputs outside of inference mode, and without a gradient history unless it is to be kept.
-
-    Names of targets are left out of a mapping.
-
-    Raises:
-        TypeError: something else than tensors, tuples or mappings of them.
-    """
+    """Inputs outside of inference mode, without targets, and without a gradient history unless it is to be kept."""
     if isinstance(inputs, Tensor):
         return inputs.clone() if inputs.is_inference() else inputs if history else inputs.detach()
     if isinstance(inputs, (tuple, list)):
@@ -60,11 +53,7 @@ def ordinary(inputs: Any, *, history: bool = False) -> Any:
 
 
 def require_call(model: nn.Module, inputs: Any) -> None:
-    """Refuse a mapping for a network whose ``forward`` takes the mapping itself.
-
-    Raises:
-        TypeError: with how to write such a network.
-    """
+    """Refuse a mapping for a network whose ``forward`` takes the mapping itself: a ``TypeError``."""
     if not isinstance(inputs, Mapping):
         return
     try:
@@ -78,18 +67,13 @@ def require_call(model: nn.Module, inputs: Any) -> None:
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Tensor]:
-    """A batch of a loader as inputs and targets, still as they were.
-
-    Raises:
-        TypeError: no pair, and no mapping with targets.
-    """
+    """A batch of a loader as inputs and targets, still as they were; a ``TypeError`` for what is no such batch."""
     if isinstance(batch, Mapping):
         names = [name for name in LABELS if isinstance(batch.get(name), Tensor)]
         if len(names) != 1:
             raise TypeError(
                 f"a batch of the loader is a mapping with {list(batch)}; its targets have to be a tensor under one of "
-                f"the names {list(LABELS)}, found {names}. Rename them in the collate function, or give pairs (inputs, "
-                "targets)"
+                f"the names {list(LABELS)}, found {names}: rename them, or give pairs (inputs, targets)"
             )
         return batch, batch[names[0]]
     if not isinstance(batch, (tuple, list)) or len(batch) < 2 or not isinstance(batch[1], Tensor):
@@ -101,11 +85,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Tensor]:
 
 
 def batch_size(inputs: Any) -> int:
-    """Length of the first axis of the inputs.
-
-    Raises:
-        ValueError: no tensor, one without axes, or tensors of several lengths.
-    """
+    """Length of the first axis of the inputs; a ``ValueError`` where there is none, or there are several lengths."""
     found = tensors_in(inputs)
     if not found or any(t.ndim == 0 or len(t) != len(found[0]) for t in found):
         shapes = ", ".join(str(tuple(t.shape)) for t in found)

@@ -1,15 +1,12 @@
 """Conversion to and from ``KronLaplace`` of laplace-torch (0.3), where both can hold the same posterior.
 
-Both keep Kronecker factors in their eigenbasis. laplace-torch has one block for each parameter tensor: a pair of
-factors for a matrix or a convolution without groups, one dense factor for a vector; and one precision for all
-parameters, or one for each. Its ``fit`` shares the gradient factor between weight and bias: fit here with
-``bias="shared"`` for the same posterior.
+laplace-torch has one pair of factors for each matrix or convolution without groups, one dense factor for each vector;
+and one precision for all parameters, or one for each. Its ``fit`` is that of ``bias="shared"`` here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import EvaluateAt
-from tu_symmetry.laplace.tangent import Slot, TangentModel, select_parameters
+from tu_symmetry.laplace.tangent import TangentModel, select_parameters
 
 _THEIRS = ("classification", "regression")
 
@@ -37,24 +34,21 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     from laplace.baselaplace import KronLaplace
     from laplace.utils.matrix import Kron, KronDecomposed
 
+    likelihood, blocks = fitted.likelihood, fitted.curvature.blocks
     if fitted.options.curvature != "kfac":
-        raise ValueError(
-            f"curvature={fitted.options.curvature!r} has no counterpart in KronLaplace; fit curvature='kfac'"
-        )
-    plain = make_likelihood(fitted.likelihood.name) if fitted.likelihood.name in _THEIRS else None
-    if plain is None or plain.config() != fitted.likelihood.config():
+        raise ValueError(f"curvature={fitted.options.curvature!r} is none of KronLaplace; fit curvature='kfac'")
+    if likelihood.name not in _THEIRS or make_likelihood(likelihood.name).config() != likelihood.config():
         raise ValueError(
             f"laplace-torch's likelihoods are {' and '.join(_THEIRS)}, without options; this posterior has "
-            f"{type(fitted.likelihood).__name__}({fitted.likelihood.config()})"
+            f"{type(likelihood).__name__}({likelihood.config()})"
         )
     if fitted.summary.positions > 1:
         raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")
-    blocks = fitted.curvature.blocks
-    varying = [name for name, p in fitted.model.named_parameters() if p.requires_grad]
-    if varying != list(fitted.tangent.names):
+    left_out = [n for n, p in fitted.model.named_parameters() if p.requires_grad and n not in fitted.tangent.names]
+    if left_out:
         raise ValueError(
             "KronLaplace covers all parameters that require a gradient; call requires_grad_(False) on "
-            f"{[n for n in varying if n not in fitted.tangent.names][:6]}, which this posterior leaves out"
+            f"{left_out[:6]}, which this posterior leaves out"
         )
     vectors: list[Any] = []  # lists of one or two factors, where laplace-torch's annotations say tuples
     values: list[Any] = []
@@ -68,15 +62,15 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
             values.append([block.values])
         else:
             raise ValueError(
-                f"{block.name} has a {block.kind} block over a part of it, several of them (a grouped convolution, the "
-                "fused projection of an attention), or a diagonal one; KronLaplace cannot hold it"
+                f"{block.name} has a {block.kind} block over a part of it, several (a grouped convolution, a fused "
+                "projection), or a diagonal one; KronLaplace cannot hold it"
             )
     single = len(fitted.groups) == 1
     precision = fitted.log_precision.exp()
     of = torch.stack([fitted.groups.of[name] for name in fitted.tangent.names])
     other = KronLaplace(
         fitted.model,
-        fitted.likelihood.name,
+        likelihood.name,
         sigma_noise=math.sqrt(fitted.noise_variance),
         prior_precision=float(precision[0]) if single else precision[of].to(fitted.tangent.point()),
     )
@@ -110,11 +104,18 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
     ):
         if value != wanted:
             raise ValueError(f"{option}={value} of the KronLaplace has no counterpart here; it has to be {wanted}")
-    numbers = other.prior_precision.reshape(-1).double().cpu()
-    shared = len(numbers) == 1
+    precision = other.prior_precision.reshape(-1).double().cpu()
+    shared = len(precision) == 1
     tangent = TangentModel(other.model, select_parameters(other.model, None))
     groups = PriorGroups(tangent.slots, {name: "all" if shared else name for name in tangent.names})
-    blocks = _blocks(tangent.slots, groups, other.H.eigenvectors, eigenvalues)
+    blocks: list[Block] = []
+    for (name, slot), basis, own in zip(tangent.slots.items(), other.H.eigenvectors, eigenvalues, strict=True):
+        number, values = groups.of[name], [v.clamp(min=0) for v in own]
+        if len(own) == 1:
+            blocks.append(DenseBlock(name, slot.start, number, values[0], basis[0]))
+        else:
+            factors = (basis[1], values[1], basis[0], values[0])
+            blocks.append(KroneckerBlock(name, slot.start, number, *(t.unsqueeze(0) for t in factors)))
     summary = Summary(int(other.n_data), float(other.loss), int(other.n_outputs))
     return FittedLaplace.begin(
         tangent,
@@ -123,27 +124,9 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
         FittedCurvature(tuple(blocks), summary, groups),
         prior="single" if shared else "per_tensor",
         evaluate_at=evaluate_at,
-        log_precision=numbers.log(),
+        log_precision=precision.log(),
         noise_variance=float(other.sigma_noise) ** 2,
     )
-
-
-def _blocks(
-    slots: Mapping[str, Slot],
-    groups: PriorGroups,
-    vectors: Sequence[Sequence[Tensor]],
-    values: Sequence[Sequence[Tensor]],
-) -> list[Block]:
-    blocks: list[Block] = []
-    for (name, slot), basis, own in zip(slots.items(), vectors, values, strict=True):
-        number = groups.of[name]
-        if len(own) == 1:
-            blocks.append(DenseBlock(name, slot.start, number, basis[0], own[0].clamp(min=0)))
-            continue
-        outputs, inputs = (q.unsqueeze(0) for q in basis)
-        output_values, input_values = (s.unsqueeze(0).clamp(min=0) for s in own)
-        blocks.append(KroneckerBlock(name, slot.start, number, inputs, input_values, outputs, output_values))
-    return blocks
 
 
 def _dense(vectors: Tensor, values: Tensor) -> Tensor:

@@ -1,15 +1,14 @@
 """What each kind of layer contributes to a Kronecker-factored curvature.
 
-A layer turns what goes into it, and gradients with respect to what comes out of it, into rows: the gradient of a
-weight is the sum over positions of ``g_t a_t^T``. Positions are what shares a weight within one sample: pixels of a
-convolution, tokens of a linear layer.
+A layer turns what goes into it, and gradients of what comes out of it, into rows: the gradient of a weight is the sum
+over positions (pixels of a convolution, tokens of a linear layer) of ``g_t a_t^T``.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tu_symmetry.laplace.patches import CONVOLUTIONS, gram, patches_of
+from tu_symmetry.laplace.tangent import BATCH_NORMS, Slot
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NORMS = (*_BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_NORMS = (*BATCH_NORMS, *_INSTANCE_NORMS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 class UnsupportedLayerError(ValueError):
@@ -41,15 +40,16 @@ class Part:
         """Number of entries."""
         return math.prod(self.shape)
 
+    def place(self, slots: Mapping[str, Slot]) -> slice:
+        """Where it lies in the flat vector."""
+        start = slots[self.parameter].start + self.offset
+        return slice(start, start + self.size)
+
 
 class Layer(ABC):
-    """One use of parameters in the forward pass.
+    """One use of parameters in the forward pass, by the module ``path``; ``name`` tells projections of one apart.
 
-    Attributes:
-        name: name of the module, with a suffix for one projection of several.
-        path: name of the module.
-        weight: what of the weight it covers, None where the weight is not in the posterior.
-        bias: the same for the bias.
+    ``weight`` and ``bias`` are what it covers of these, None where they are not in the posterior.
     """
 
     def __init__(self, name: str, weight: Part | None, bias: Part | None) -> None:
@@ -68,22 +68,11 @@ class Layer(ABC):
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradient of every sample's bias, ``[batch, size]``."""
 
-    def weight_gradients(self, rows: Tensor, gradients: Tensor) -> Tensor:
-        """The weight's for several gradients of each sample ``[count, batch, ...]``: ``[batch, count, size]``."""
-        return torch.stack([self.weight_gradient(rows, gradient) for gradient in gradients], dim=1)
-
-    def bias_gradients(self, gradients: Tensor) -> Tensor:
-        """The bias's for several gradients of each sample ``[count, batch, ...]``: ``[batch, count, size]``."""
-        return self.bias_gradient(gradients.flatten(0, 1)).unflatten(0, gradients.shape[:2]).transpose(0, 1)
-
 
 class MatrixLayer(Layer):
-    """Linear layers and convolutions: rows ``[batch, groups, positions, features]``.
+    """Linear layers and convolutions: ``groups`` matrices ``[outputs, features]``.
 
-    Attributes:
-        groups: number of independent matrices in the weight (groups of a convolution).
-        outputs: rows of each matrix.
-        features: columns of each matrix.
+    Rows are ``[batch, groups, positions, features]``.
     """
 
     def __init__(
@@ -100,34 +89,28 @@ class MatrixLayer(Layer):
             return inputs.reshape(len(inputs), 1, -1, inputs.shape[-1])
         return patches_of(inputs, self.convolution)
 
-    def gradient_rows(self, gradient: Tensor) -> Tensor:
-        """Output gradients as rows ``[batch, groups, positions, outputs]``."""
+    def columns(self, gradient: Tensor) -> Tensor:
+        """Output gradients ``[batch, groups, outputs, positions]``: as a convolution's lie in memory."""
         if self.convolution is None:
-            return gradient.reshape(len(gradient), 1, -1, gradient.shape[-1])
-        return gradient.reshape(len(gradient), self.groups, self.outputs, -1).transpose(-1, -2)
-
-    def gradient_columns(self, gradient: Tensor) -> Tensor:
-        """The same transposed, ``[batch, groups, outputs, positions]``: as a convolution's lie in memory."""
-        if self.convolution is None:
-            return self.gradient_rows(gradient).mT
+            return gradient.reshape(len(gradient), 1, -1, gradient.shape[-1]).mT
         return gradient.reshape(len(gradient), self.groups, self.outputs, -1)
 
     def gradient_gram(self, gradient: Tensor, *, reduce: bool) -> Tensor:
         """``sum g g^T`` over samples and positions, or over samples' sums over positions, ``[groups, n, n]``."""
-        if not reduce and self.convolution is not None:
-            columns = self.gradient_columns(gradient)
-            if columns.shape[-1] >= 2 * self.outputs:  # as they lie in memory: to move them would take longer
-                return (columns @ columns.mT).sum(0)
-        rows = self.gradient_rows(gradient).transpose(0, 1)
-        return gram(rows.sum(2) if reduce else rows.flatten(1, 2).contiguous())
+        columns = self.columns(gradient)
+        if reduce:
+            return gram(columns.sum(-1).transpose(0, 1))
+        if self.convolution is not None and columns.shape[-1] >= 2 * self.outputs:
+            return (columns @ columns.mT).sum(0)  # as they lie in memory: to move them would take longer
+        return gram(columns.mT.transpose(0, 1).flatten(1, 2).contiguous())
 
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """``sum_t g_t a_t^T``."""
-        return (self.gradient_rows(gradient).transpose(-1, -2) @ rows).flatten(1)
+        return (self.columns(gradient) @ rows).flatten(1)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """``sum_t g_t``."""
-        return self.gradient_rows(gradient).sum(2).flatten(1)
+        return self.columns(gradient).sum(-1).flatten(1)
 
 
 class NormLayer(Layer):
@@ -140,12 +123,11 @@ class NormLayer(Layer):
     def rows(self, inputs: Tensor) -> Tensor:
         """The input, normalized and not yet scaled."""
         m = self.module
-        if isinstance(m, _BATCH_NORMS):
+        if isinstance(m, BATCH_NORMS):
             return F.batch_norm(inputs, m.running_mean, m.running_var, eps=m.eps)
         if isinstance(m, _INSTANCE_NORMS):
-            return F.instance_norm(
-                inputs, m.running_mean, m.running_var, use_input_stats=not m.track_running_stats, eps=m.eps
-            )
+            own = not m.track_running_stats
+            return F.instance_norm(inputs, m.running_mean, m.running_var, use_input_stats=own, eps=m.eps)
         if isinstance(m, nn.GroupNorm):
             return F.group_norm(inputs, m.num_groups, eps=m.eps)
         if isinstance(m, nn.RMSNorm):
@@ -156,10 +138,6 @@ class NormLayer(Layer):
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """``sum_t g_t * normalized_t``."""
         return self.bias_gradient(rows * gradient)
-
-    def weight_gradients(self, rows: Tensor, gradients: Tensor) -> Tensor:
-        """The same for several gradients of each sample."""
-        return self.bias_gradients(rows * gradients)
 
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """``sum_t g_t``."""
@@ -202,9 +180,9 @@ class EmbeddingLayer(Layer):
 def layer_of(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | None:
     """A layer of a kind that is known, None for any other."""
     weight, bias = parts.get("weight"), parts.get("bias")
+    known: Any = module
     if parts.keys() - {"weight", "bias"}:
         return None
-    known: Any = module
     if runs_forward_of(module, nn.Linear) or runs_forward_of(module, *CONVOLUTIONS):
         return MatrixLayer(path, known, known.weight.shape, weight, bias)
     if runs_forward_of(module, *_NORMS):
@@ -216,9 +194,9 @@ def layer_of(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | No
 
 def runs_forward_of(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a call computes what one of these classes does: a subclass or an object may have a forward of its own."""
-    own = type(module)
+    own, names = type(module), ("forward", "_conv_forward")
     return (
         isinstance(module, kinds)
-        and not {"forward", "_conv_forward"} & vars(module).keys()
-        and any(all(getattr(own, n, None) is getattr(k, n, None) for n in ("forward", "_conv_forward")) for k in kinds)
+        and not set(names) & vars(module).keys()
+        and any(all(getattr(own, n, None) is getattr(k, n, None) for n in names) for k in kinds)
     )

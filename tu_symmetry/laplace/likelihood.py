@@ -1,11 +1,7 @@
-"""The observation model: loss, its gradient and square roots of its Hessian with respect to the network's output.
+"""The observation model: the loss, its gradient, and square roots of its Hessian with respect to the outputs.
 
-Outputs are ``[batch, outputs]``, or ``[batch, positions, outputs]`` where a sample has observations at several
-positions (the tokens of a sequence, the pixels of an image). Given the outputs observations are independent, of samples
-and of positions: the loss of a sample is the sum over its positions, and the Hessian has no entries between them.
-Losses are sums in nats, whatever reduction a network was trained with: a mean over samples of a training loss is
-another prior, not another likelihood. The homoscedastic Gaussian is written for unit noise; the noise variance enters
-where losses and eigenvalues are read (see :mod:`tu_symmetry.laplace.fitted`).
+Outputs are ``[batch, outputs]``, or ``[batch, positions, outputs]`` with an observation at every position (tokens,
+pixels). Observations are independent given the outputs. Losses are sums in nats; a Gaussian's is for unit noise.
 """
 
 from __future__ import annotations
@@ -13,35 +9,50 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tu_symmetry.laplace.links import GaussianPredictive, probit_probabilities, shrunk_logits
 from tu_symmetry.transfer import numbers
 
 LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
 FisherType = Literal["type-2", "mc", "empirical"]
+LinkApprox = Literal["mc", "probit", "mean"]
 
 BINS = 15  # of the calibration error
 _NORMALIZED = 1e-3  # error of the sum of a soft label
 _ROUNDING = 16.0  # of outputs, in units in the last place
+_SMALLEST = 1e-300  # probability
+
+
+class GaussianPredictive(NamedTuple):
+    """Predictive distribution of a regression.
+
+    Attributes:
+        mean: ``f(x)``, ``[batch, outputs]``.
+        variance: the variance of a new observation: ``epistemic`` plus the noise variance.
+        epistemic: variance of the network's outputs.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    epistemic: Tensor
+
+
+def check_link_approx(link_approx: str) -> None:
+    """Refuse unknown ones; the Laplace bridge (arXiv 2003.01227) among them, which changes the predicted class."""
+    if link_approx not in ("mc", "probit", "mean"):
+        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc', 'probit' or 'mean'")
 
 
 class Directions:
-    """The columns of a root of the output matrix, one after the other, in the outputs' shape.
+    """The columns of a root ``[columns, *outputs.shape]`` of the output Hessian, one after the other.
 
     Where samples have several positions, each column belongs to one of them and is zero at the others, unless it is
-    ``joint``. With two positions, three classes and an exact root there are ``2 * (3 - 1) = 4``: the two of the first
-    position, then the two of the second. They are made when they are asked for, since all together hold
-    ``batch * (positions * outputs)^2`` entries.
-
-    Attributes:
-        root: ``[columns, *outputs.shape]``, every position with its own.
-        joint: whether one column serves all positions: where their signs or values are drawn independently, products
-            between positions average out.
+    ``joint``, which is right where values at the positions are drawn independently. They are made when asked for: all
+    together hold ``batch * (positions * outputs)^2`` entries.
     """
 
     def __init__(self, root: Tensor, *, joint: bool) -> None:
@@ -69,8 +80,8 @@ class Directions:
 class Likelihood(ABC):
     """What the curvature, the evidence, the tangent model and the predictive need to know about the observations.
 
-    Targets come in two forms. :meth:`observed` is what was seen, checked: predictions are compared with it.
-    :meth:`targets` is what the loss takes: with label smoothing, class weights and ignored positions worked in.
+    Targets come in two forms. :meth:`observed` is what was seen, checked; predictions are compared with it.
+    :meth:`targets` is what the loss takes, with label smoothing, class weights and ignored positions worked in.
 
     Attributes:
         name: the name of the kind of likelihood.
@@ -79,7 +90,7 @@ class Likelihood(ABC):
         convex: whether it is convex in them, so that the tangent model has one mode.
         labels: whether predictions are probabilities of labels.
         class_axis: the axis of the network's output that holds the classes (or other outputs of one position); None
-            for the last of two or three axes and for axis 1 of four and more, torch's convention of images.
+            for the last of two or three axes, and for axis 1 of four and more, torch's convention of images.
     """
 
     name: LikelihoodName
@@ -103,24 +114,16 @@ class Likelihood(ABC):
             ValueError: outputs or targets of the wrong shape or kind, or out of range.
         """
 
-    def count(self, observed: Tensor) -> int:
-        """How many observations there are in what :meth:`observed` gives: what torch's mean losses divide by.
-
-        For example, labels ``[[0, 2, -100], [1, -100, -100]]`` of a softmax are three observations, two images with
-        three independent logits each are six.
-        """
-        return int(self.present(observed).sum())
-
     def present(self, observed: Tensor) -> Tensor:
         """Which observations are not left out, bool, one row for each sample: ``[batch]`` or ``[batch, ...]``."""
         return torch.ones_like(observed, dtype=torch.bool)
 
-    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Targets in the form that the loss takes, one row for each sample.
+    def count(self, observed: Tensor) -> int:
+        """The number of observations, by which torch's mean losses divide."""
+        return int(self.present(observed).sum())
 
-        Raises:
-            ValueError: outputs or targets of the wrong shape or kind, or out of range.
-        """
+    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Targets in the form that the loss takes, one row for each sample."""
         return self.observed(outputs, targets)
 
     @abstractmethod
@@ -133,7 +136,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """Hessian of the loss with respect to the outputs, times ``vectors`` ``[..., *outputs.shape]``.
+        """Hessian of the loss in the outputs, times ``vectors`` ``[..., *outputs.shape]``.
 
         Where the loss is not convex, it is the Fisher information instead.
         """
@@ -144,41 +147,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Monte-Carlo version of :meth:`hessian_root`: gradients at targets drawn from the model.
-
-        The generator is one of the CPU, so that every device draws the same.
-        """
-
-    @abstractmethod
-    def of_function(self, outputs: Tensor) -> Tensor:
-        """What the outputs of one function predict: probabilities, or the outputs themselves."""
-
-    @abstractmethod
-    def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
-    ) -> Any:
-        """The predictive, from Gaussian outputs.
-
-        Args:
-            mean: the mean of the outputs.
-            variance: the variance of every output, in the same shape.
-            deviations: samples ``[samples, *outputs.shape]`` of the outputs less their mean, or None for the closed
-                form.
-            temperature: factor of the variance; at 0 the prediction is exactly the network's own.
-            noise: variance of the noise.
-        """
-
-    @abstractmethod
-    def nll(self, prediction: Any, observed: Tensor) -> Tensor:
-        """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
-
-    def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
-        """Counts over labels, float64; None for real values.
-
-        How many labels are right, and for every bin of the confidence (:data:`BINS`) the right ones less the
-        confidences.
-        """
-        return None
+        """Monte-Carlo :meth:`hessian_root`: gradients at targets drawn from the model, by a generator of the CPU."""
 
     def root(
         self,
@@ -189,11 +158,7 @@ class Likelihood(ABC):
         mc_samples: int = 1,
         generator: torch.Generator | None = None,
     ) -> Directions:
-        """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample.
-
-        Raises:
-            ValueError: the Monte-Carlo Fisher without a generator.
-        """
+        """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample."""
         if fisher_type == "type-2":
             return Directions(self.hessian_root(outputs, targets), joint=False)
         if fisher_type == "mc":
@@ -201,6 +166,40 @@ class Likelihood(ABC):
                 raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
             return Directions(self.sampled_root(outputs, targets, mc_samples, generator), joint=True)
         return Directions(self.residual(outputs, targets).unsqueeze(0), joint=False)
+
+    @abstractmethod
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """What the outputs of one function predict: probabilities, or the outputs themselves."""
+
+    def predict(
+        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+    ) -> Any:
+        """The predictive, from Gaussian outputs.
+
+        Args:
+            mean: the mean of the outputs.
+            variance: the variance of every output, in the same shape.
+            deviations: samples ``[samples, *outputs.shape]`` of the outputs less their mean, or None for MacKay's
+                closed form ``f / sqrt(1 + pi/8 var)``.
+            temperature: factor of the variance; at 0 the prediction is exactly the network's own.
+            noise: variance of the noise.
+        """
+        if temperature == 0:
+            return self.of_function(mean)
+        if deviations is None:
+            return self.of_function(mean / (1 + math.pi / 8 * (temperature * variance)).sqrt())
+        return self.of_function(mean + temperature**0.5 * deviations).mean(0)
+
+    @abstractmethod
+    def nll(self, prediction: Any, observed: Tensor) -> Tensor:
+        """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
+
+    def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
+        """How many labels are right, and in each bin of the confidence these less the confidences; None without labels.
+
+        Float64 ``[1 + BINS]``.
+        """
+        return None
 
     def _aligned(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Real targets with the classes last and positions on one axis, where they came in the network's own shape."""
@@ -221,29 +220,14 @@ class _Separate(Likelihood):
         """The diagonal, in the outputs' shape."""
 
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """The diagonal times the vectors."""
         return self.curvature(outputs, targets) * vectors
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One column for each output."""
         return torch.diag_embed(self.curvature(outputs, targets).sqrt()).movedim(-1, 0)
 
 
-class _Real(_Separate):
-    """A likelihood of real values."""
-
-    def of_function(self, outputs: Tensor) -> Tensor:
-        """The outputs themselves."""
-        return outputs
-
-    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        """The negative log-likelihood of every observed value."""
-        mean, variance = prediction.mean.double(), prediction.variance.double()
-        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-
-
 class Categorical(Likelihood):
-    """Softmax classification: class numbers or soft labels, with label smoothing, class weights, and ignored labels.
+    """Softmax classification.
 
     Class numbers are ``[batch]``, ``[batch, positions]`` or ``[batch, height, width]``; soft labels have the shape of
     the network's output, and add up to 1 over the classes. With labels ``q`` (one-hot, or soft), ``C`` classes,
@@ -251,18 +235,14 @@ class Categorical(Likelihood):
 
         loss = -sum_c q'_c log softmax(f)_c,    q'_c = w_c ((1 - e) q_c + e / C)
 
-    whose gradient is ``|q'| softmax(f) - q'`` and whose Hessian ``|q'| (diag p - p p^T)``, with ``|q'|`` the sum of
-    ``q'``: a label of weight 2 counts as two. Predictions are compared with the labels as they are.
+    Its gradient is ``|q'| p - q'`` and its Hessian ``|q'| (diag p - p p^T)``, where ``p = softmax(f)`` and ``|q'|`` is
+    the sum of ``q'``: a label of weight 2 counts as two. Predictions are compared with the labels as they are.
 
     Args:
         label_smoothing: ``e``, between 0 and 1.
         class_weights: ``w``, one for each class, none negative.
-        ignore_index: class number of observations that are left out; torch's -100 unless another is given, None to
-            take every class number for one.
+        ignore_index: class number of observations that are left out; None to leave none out.
         class_axis: see :class:`Likelihood`.
-
-    Raises:
-        ValueError: options out of range.
     """
 
     name: LikelihoodName = "classification"
@@ -294,60 +274,34 @@ class Categorical(Likelihood):
         """Class numbers as int64 (ignored ones as they are), or soft labels in the shape and type of the outputs."""
         classes = outputs.shape[-1]
         if classes < 2:
-            raise ValueError(
-                "classification needs at least two outputs (logits); for a single logit choose likelihood='binary'"
-            )
+            raise ValueError("classification needs at least two logits; for a single one choose likelihood='binary'")
+        if self.class_weights is not None and len(self.class_weights) != classes:
+            raise ValueError(f"there are {len(self.class_weights)} class weights for {classes} outputs")
         if targets.is_floating_point():
             soft = self._aligned(outputs, targets)
             if soft.shape == outputs.shape:
                 return _soft_labels(soft.to(outputs))
-        if targets.ndim == outputs.ndim and targets.shape[-1] == 1 and outputs.ndim < 3:
-            targets = targets.squeeze(-1)
         found = targets
-        if outputs.ndim == 3 and targets.ndim > 1 and targets.shape != outputs.shape[:-1]:
+        if targets.ndim == outputs.ndim == 2 and targets.shape[-1] == 1:
+            found = targets.squeeze(-1)
+        elif outputs.ndim == 3 and targets.ndim > 1 and targets.shape != outputs.shape[:-1]:
             found = targets.flatten(1)  # [batch, height, width], or with an axis of length 1
         if found.shape != outputs.shape[:-1] or targets.is_floating_point() or targets.is_complex():
             raise ValueError(
                 f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, classification with outputs "
                 f"{tuple(outputs.shape)} [batch, positions, outputs] needs {tuple(outputs.shape[:-1])} class numbers, "
-                "or soft labels in the shape of the outputs. Classes are the outputs' last axis, axis 1 of four and "
-                "more; Categorical(class_axis=1) says where they are elsewhere. likelihood='regression' takes real "
-                "targets"
+                "or soft labels in the shape of the outputs. Categorical(class_axis=1) says where classes are; "
+                "likelihood='regression' takes real targets"
             )
         found = found.long()
-        seen = found if self.ignore_index is None else found[found != self.ignore_index]
-        if self.class_weights is not None and len(self.class_weights) != classes:
-            raise ValueError(f"there are {len(self.class_weights)} class weights for {classes} outputs")
+        seen = found[self.present(found)]
         low, high = numbers(seen.aminmax()) if seen.numel() else (0, 0)
         if low < 0 or high >= classes:
             raise ValueError(
-                f"targets lie in [{low:.0f}, {high:.0f}], but the network has {classes} outputs, "
-                f"classes 0 to {classes - 1}; leave labels out with Categorical(ignore_index=...), or use the network "
-                "that was trained on these labels"
+                f"targets lie in [{low:.0f}, {high:.0f}], but the network has classes 0 to {classes - 1}; leave labels "
+                "out with Categorical(ignore_index=...), or use the network that was trained on these labels"
             )
         return found
-
-    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Class numbers, or ``q'`` in the shape of the outputs where there is more to it."""
-        found = self.observed(outputs, targets)
-        if not (found.is_floating_point() or self.label_smoothing or self.class_weights is not None):
-            return found
-        labels = found if found.is_floating_point() else self._onehot(outputs, found)
-        classes = outputs.shape[-1]
-        if self.label_smoothing:
-            share = self.label_smoothing * labels.sum(-1, keepdim=True) / classes  # an ignored label has none
-            labels = (1 - self.label_smoothing) * labels + share
-        if self.class_weights is not None:
-            if len(self.class_weights) != classes:
-                raise ValueError(f"there are {len(self.class_weights)} class weights for {classes} outputs")
-            labels = labels * torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
-        return labels
-
-    def _onehot(self, outputs: Tensor, numbers: Tensor) -> Tensor:
-        """One row for each class number, of zeros for ignored ones."""
-        present = self.present(numbers)
-        rows = F.one_hot(torch.where(present, numbers, 0), outputs.shape[-1]).to(outputs)
-        return rows * present.unsqueeze(-1)
 
     def present(self, observed: Tensor) -> Tensor:
         """Labels that are not left out; rows of soft ones."""
@@ -356,6 +310,27 @@ class Categorical(Likelihood):
             return torch.ones_like(labels, dtype=torch.bool)
         return labels != self.ignore_index
 
+    def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Class numbers, or ``q'`` in the shape of the outputs where there is more to it."""
+        found = self.observed(outputs, targets)
+        if not (found.is_floating_point() or self.label_smoothing or self.class_weights is not None):
+            return found
+        labels = self._rows(outputs, found)
+        if self.label_smoothing:
+            share = self.label_smoothing * labels.sum(-1, keepdim=True) / outputs.shape[-1]  # an ignored label has none
+            labels = (1 - self.label_smoothing) * labels + share
+        if self.class_weights is not None:
+            labels = labels * torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
+        return labels
+
+    def _rows(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """One row for each label: a soft one itself, a class number one-hot, an ignored one zeros."""
+        if labels.is_floating_point():
+            return labels
+        present = self.present(labels)
+        rows = F.one_hot(torch.where(present, labels, 0), outputs.shape[-1]).to(outputs)
+        return rows * present.unsqueeze(-1)
+
     def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``|q'|`` of every observation, ``[..., 1]``."""
         if targets.is_floating_point():
@@ -363,7 +338,7 @@ class Categorical(Likelihood):
         return self.present(targets).to(outputs).unsqueeze(-1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy."""
+        """Summed over positions and outputs."""
         if targets.is_floating_point():
             return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
         ignored = -100 if self.ignore_index is None else self.ignore_index
@@ -371,9 +346,8 @@ class Categorical(Likelihood):
         return found.view(len(targets), -1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``|q'| softmax(outputs) - q'``."""
-        labels = targets if targets.is_floating_point() else self._onehot(outputs, targets)
-        return self._mass(outputs, targets) * outputs.softmax(-1) - labels
+        """Prediction less target."""
+        return self._mass(outputs, targets) * outputs.softmax(-1) - self._rows(outputs, targets)
 
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """``|q'| (diag p - p p^T) vectors``."""
@@ -387,17 +361,16 @@ class Categorical(Likelihood):
         reflection gives an orthonormal basis of the complement of ``q``.
         """
         q = outputs.softmax(-1).sqrt()
-        classes = q.shape[-1]
         reflector = q.clone()
         reflector[..., 0] += 1
-        basis = torch.eye(classes, dtype=q.dtype, device=q.device)[:, 1:] - (
+        basis = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)[:, 1:] - (
             reflector.unsqueeze(-1) * (q[..., 1:] / (1 + q[..., :1])).unsqueeze(-2)
         )
         q = q * self._mass(outputs, targets).sqrt()
         return (q.unsqueeze(-1) * basis).movedim(-1, 0)
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Residuals at classes drawn from the softmax, over the square root of their number."""
+        """Gradients at targets drawn from the model, over the square root of their number."""
         p = outputs.softmax(-1)
         uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
@@ -406,34 +379,24 @@ class Categorical(Likelihood):
         return root * self._mass(outputs, targets).sqrt()
 
     def of_function(self, outputs: Tensor) -> Tensor:
-        """Class probabilities."""
+        """Probabilities."""
         return outputs.softmax(-1)
-
-    def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
-    ) -> Tensor:
-        """Class probabilities."""
-        if temperature == 0:
-            return mean.softmax(-1)
-        if deviations is None:
-            return probit_probabilities(mean, temperature * variance)
-        return (mean + temperature**0.5 * deviations).softmax(-1).mean(0)
 
     def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
         """The negative log-likelihood of the label, or the cross entropy with soft ones."""
         p = prediction.double()
         if observed.is_floating_point():
-            return -(observed.double() * p.clamp(min=1e-300).log()).sum(-1)
+            return -(observed.double() * p.clamp(min=_SMALLEST).log()).sum(-1)
         present = self.present(observed)
         own = p.gather(-1, torch.where(present, observed, 0).unsqueeze(-1)).squeeze(-1)
-        return torch.where(present, -own.clamp(min=1e-300).log(), 0.0)
+        return torch.where(present, -own.clamp(min=_SMALLEST).log(), 0.0)
 
     def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """The confidence is the largest probability; soft labels count as their largest class where labels do."""
+        """The confidence is the largest probability; a soft label counts as its largest class."""
         present = self.present(observed)
-        numbers = observed.argmax(-1) if observed.is_floating_point() else observed
+        labels = observed.argmax(-1) if observed.is_floating_point() else observed
         confidence, predicted = prediction.double()[present].max(-1)
-        return _hits(confidence, predicted == numbers[present])
+        return _hits(confidence, predicted == labels[present])
 
 
 class Bernoulli(_Separate):
@@ -446,41 +409,29 @@ class Bernoulli(_Separate):
 
     Args:
         pos_weight: ``w``, one number or one for each output, none negative.
-        ignore_index: target of observations that are left out.
         class_axis: see :class:`Likelihood`.
-
-    Raises:
-        ValueError: negative weights.
     """
 
     name: LikelihoodName = "binary"
     labels = True
 
     def __init__(
-        self,
-        *,
-        pos_weight: float | Sequence[float] | Tensor | None = None,
-        ignore_index: float | None = None,
-        class_axis: int | None = None,
+        self, *, pos_weight: float | Sequence[float] | Tensor | None = None, class_axis: int | None = None
     ) -> None:
         super().__init__(class_axis=class_axis)
         if isinstance(pos_weight, (int, float)):
             pos_weight = [pos_weight]
         self.pos_weight = None if pos_weight is None else _weights(pos_weight, "pos_weight")
-        self.ignore_index = ignore_index
 
     def config(self) -> dict[str, Any]:
         """The arguments to make it anew with."""
-        return super().config() | {
-            "pos_weight": None if self.pos_weight is None else list(self.pos_weight),
-            "ignore_index": self.ignore_index,
-        }
+        return super().config() | {"pos_weight": None if self.pos_weight is None else list(self.pos_weight)}
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Targets in the shape and type of the outputs, ignored ones as they are."""
+        """Targets in the shape and type of the outputs."""
         found = self._aligned(outputs, targets)
-        if outputs.shape[-1] == 1 and found.shape != outputs.shape:
-            found = targets.reshape(outputs.shape) if targets.numel() == outputs.numel() else targets
+        if outputs.shape[-1] == 1 and targets.numel() == outputs.numel():
+            found = targets.reshape(outputs.shape)
         if found.shape != outputs.shape or found.is_complex():
             raise ValueError(
                 f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, likelihood='binary' with outputs "
@@ -488,85 +439,91 @@ class Bernoulli(_Separate):
                 "likelihood='classification'"
             )
         found = found.to(outputs.dtype)
-        seen = found if self.ignore_index is None else found[found != self.ignore_index]
-        if not bool(((seen >= 0) & (seen <= 1)).all()):
-            raise ValueError(
-                f"targets lie in [{float(seen.min()):g}, {float(seen.max()):g}]; likelihood='binary' needs them from "
-                "0 to 1 (Bernoulli(ignore_index=...) leaves others out)"
-            )
+        if not bool(((found >= 0) & (found <= 1)).all()):
+            low, high = numbers(found.aminmax())
+            raise ValueError(f"targets lie in [{low:g}, {high:g}]; likelihood='binary' needs them from 0 to 1")
         return found
-
-    def present(self, observed: Tensor) -> Tensor:
-        """Answers that are not left out."""
-        return super().present(observed) if self.ignore_index is None else observed != self.ignore_index
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Weights of yes and no, ``[*outputs.shape, 2]``."""
         y = self.observed(outputs, targets)
-        present = torch.ones_like(y) if self.ignore_index is None else (y != self.ignore_index).to(y)
         weight: float | Tensor = 1.0
         if self.pos_weight is not None:
             if len(self.pos_weight) not in (1, outputs.shape[-1]):
                 raise ValueError(f"there are {len(self.pos_weight)} positive weights for {outputs.shape[-1]} outputs")
             weight = torch.tensor(self.pos_weight, dtype=y.dtype, device=y.device)
-        return torch.stack([present * weight * y, present * (1 - y)], dim=-1)
+        return torch.stack([weight * y, 1 - y], dim=-1)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Binary cross entropy."""
+        """Summed over positions and outputs."""
         yes, no = targets.unbind(-1)
         return (yes * F.softplus(-outputs) + no * F.softplus(outputs)).flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(yes + no) s - yes``."""
+        """Prediction less target."""
         return targets.sum(-1) * outputs.sigmoid() - targets[..., 0]
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``(yes + no) s (1 - s)``."""
+        """The diagonal of the Hessian."""
         return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid()
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Residuals at answers drawn from the model, over the square root of their number."""
+        """Gradients at targets drawn from the model, over the square root of their number."""
         p = outputs.sigmoid()
         uniform = torch.rand(mc_samples, *p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
         return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt() / mc_samples**0.5
 
     def of_function(self, outputs: Tensor) -> Tensor:
-        """Probability of yes, of every output."""
+        """Probabilities."""
         return outputs.sigmoid()
 
-    def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
-    ) -> Tensor:
-        """Probability of yes, of every output."""
-        if temperature == 0:
-            return mean.sigmoid()
-        if deviations is None:
-            return shrunk_logits(mean, temperature * variance).sigmoid()
-        return (mean + temperature**0.5 * deviations).sigmoid().mean(0)
-
     def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """The negative log-likelihood of every output's answer."""
+        """The negative log-likelihood of every observation."""
         p, y = prediction.double(), observed.double()
-        each = -(y * p.clamp(min=1e-300).log() + (1 - y) * (1 - p).clamp(min=1e-300).log())
-        return torch.where(self.present(observed), each, 0.0)
+        return -(y * p.clamp(min=_SMALLEST).log() + (1 - y) * (1 - p).clamp(min=_SMALLEST).log())
 
     def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
         """Every output is an observation; the confidence is the probability of the answer that is predicted."""
-        present = self.present(observed)
-        p, y = prediction.double()[present], observed.double()[present]
+        p, y = prediction.double().flatten(), observed.double().flatten()
         return _hits(torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
 
 
+class _Real(_Separate):
+    """A likelihood of real values."""
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        mean, variance = prediction.mean.double(), prediction.variance.double()
+        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
+
+    def _seen(self, mean: Tensor, targets: Tensor) -> Tensor:
+        """Finite targets in the shape and type of the mean, whose last axis may be left out for a single output."""
+        found = self._aligned(mean, targets)
+        if found.ndim == mean.ndim - 1:
+            found = found.unsqueeze(-1)
+        if found.shape != mean.shape:
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(mean.shape)}; regression "
+                "needs them equal"
+            )
+        found = found.to(mean.dtype)
+        if not torch.isfinite(found).all():
+            raise ValueError("regression targets hold NaN or infinite values")
+        return found
+
+
 class Gaussian(_Real):
-    """Regression with homoscedastic noise; written for unit noise variance."""
+    """Regression with homoscedastic noise; losses are for unit noise variance."""
 
     name: LikelihoodName = "regression"
     noisy = True
     quadratic = True
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Real targets in the shape of the outputs; the last axis may be left out for a single output."""
-        return _real_targets(self._aligned(outputs, targets), outputs)
+        """Finite targets in the shape and type of the means."""
+        return self._seen(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error; zero where that is rounding (16 units of the targets' root mean square)."""
@@ -576,15 +533,15 @@ class Gaussian(_Real):
         return 0.5 * torch.where(error > least, error, 0)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``outputs - targets``."""
+        """Prediction less target."""
         return outputs - targets
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """One for every output."""
+        """The diagonal of the Hessian."""
         return torch.ones_like(outputs)
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Standard normal noise, over the square root of the number of samples."""
+        """Gradients at targets drawn from the model, over the square root of their number."""
         noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu")
         return noise.to(outputs.device) / mc_samples**0.5
 
@@ -599,19 +556,13 @@ class Gaussian(_Real):
 class HeteroscedasticGaussian(_Real):
     """Regression in which the network also gives the variance of the noise, for every sample.
 
-    Of ``2 D`` outputs the first ``D`` are means ``m``, the others *log variances* ``s`` (not natural parameters: those
-    of a tangent model may leave their domain)::
+    Of ``2 D`` outputs the first ``D`` are means ``m``, the others *log variances* ``s``::
 
         loss = 1/2 exp(-s) (y - m)^2 + s / 2 + 1/2 log(2 pi)
 
-    with all constants. It is not convex in ``s``. The curvature is the Fisher information ``exp(-s)`` of ``m`` and
-    ``1/2`` of ``s``, which is never negative and, as a generalized Gauss-Newton matrix, that of the natural parameters
-    seen from these. At ``tangent_mode`` the weights are therefore a stationary point of which nothing says that it is
-    the only one, and the evidence has no certificate (``gap`` is NaN); ``map`` needs none. The predictive variance is
-    ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the variance of ``m``.
-
-    Args:
-        class_axis: see :class:`Likelihood`.
+    It is not convex in ``s``. The curvature is the Fisher information, ``exp(-s)`` of ``m`` and ``1/2`` of ``s``. At
+    ``tangent_mode`` the weights are a stationary point, and the evidence has no certificate (``gap`` is NaN). The
+    predictive variance is ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the variance of ``m``.
     """
 
     name: LikelihoodName = "heteroscedastic"
@@ -627,40 +578,36 @@ class HeteroscedasticGaussian(_Real):
         return mean, log_variance
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Real targets in the shape of the means; the last axis may be left out for a single one."""
-        mean = self._split(outputs)[0]
-        return _real_targets(self._aligned(mean, targets), mean)
+        """Finite targets in the shape and type of the means."""
+        return self._seen(self._split(outputs)[0], targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Negative log density."""
+        """Summed over positions and outputs."""
         mean, s = self._split(outputs)
         each = 0.5 * ((-s).exp() * (targets - mean).square() + s + math.log(2 * math.pi))
         return each.flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``exp(-s) (m - y)`` and ``1/2 - 1/2 exp(-s) (y - m)^2``."""
+        """Prediction less target."""
         mean, s = self._split(outputs)
         difference, precision = mean - targets, (-s).exp()
         return torch.cat([precision * difference, 0.5 - 0.5 * precision * difference.square()], dim=-1)
 
     def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The Fisher information."""
+        """The diagonal of the Hessian."""
         _, s = self._split(outputs)
         return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Residuals at targets drawn from the model, over the square root of their number."""
+        """Gradients at targets drawn from the model, over the square root of their number."""
         mean, s = self._split(outputs)
-        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(
-            mean.device
-        )
-        root = torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1)
-        return root / mc_samples**0.5
+        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(s.device)
+        return torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1) / mc_samples**0.5
 
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
     ) -> GaussianPredictive:
-        """Mean, and the variance of mean and noise together."""
+        """Mean and variances."""
         own, s = self._split(mean)
         epistemic, spread = self._split(temperature * variance)
         return GaussianPredictive(own, epistemic + (s + spread / 2).exp(), epistemic)
@@ -678,25 +625,10 @@ def _soft_labels(found: Tensor) -> Tensor:
     if not bool((found >= 0).all() and ((sums - 1).abs() <= _NORMALIZED).all()):
         raise ValueError(
             "real targets in the shape of the outputs are soft labels, which have to be positive and add up to 1 over "
-            f"the classes; theirs lie in [{float(found.min()):g}, {float(found.max()):g}] with sums in "
-            f"[{float(sums.min()):g}, {float(sums.max()):g}]. likelihood='regression' takes real targets, 'binary' "
-            "several independent labels"
+            f"the classes; theirs start at {float(found.min()):g}, with sums in [{float(sums.min()):g}, "
+            f"{float(sums.max()):g}]. Choose likelihood='regression' for real targets, 'binary' for independent labels"
         )
     return found
-
-
-def _real_targets(targets: Tensor, outputs: Tensor) -> Tensor:
-    if targets.ndim == outputs.ndim - 1:
-        targets = targets.unsqueeze(-1)
-    if targets.shape != outputs.shape:
-        raise ValueError(
-            f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(outputs.shape)}; regression "
-            "needs them equal"
-        )
-    targets = targets.to(outputs.dtype)
-    if not torch.isfinite(targets).all():
-        raise ValueError("regression targets hold NaN or infinite values")
-    return targets
 
 
 def _hits(confidence: Tensor, right: Tensor) -> Tensor:
@@ -708,20 +640,12 @@ def _hits(confidence: Tensor, right: Tensor) -> Tensor:
 
 
 KINDS: dict[str, type[Likelihood]] = {
-    "classification": Categorical,
-    "regression": Gaussian,
-    "binary": Bernoulli,
-    "heteroscedastic": HeteroscedasticGaussian,
+    kind.name: kind for kind in (Categorical, Gaussian, Bernoulli, HeteroscedasticGaussian)
 }
 
 
 def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, Any] | None = None) -> Likelihood:
-    """A likelihood by its name, by the loss that a network was trained with, or as it is.
-
-    Args:
-        kind: ``classification``, ``regression``, ``binary``, ``heteroscedastic``; ``nn.CrossEntropyLoss``,
-            ``nn.NLLLoss``, ``nn.BCEWithLogitsLoss`` or ``nn.MSELoss`` with their options; or a likelihood.
-        options: the options of the likelihood, with a name.
+    """A likelihood by its name (with options), by the loss that a network was trained with, or as it is.
 
     Raises:
         ValueError: another name, or a loss that is no likelihood here.
@@ -731,17 +655,14 @@ def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, An
     if isinstance(kind, nn.Module):
         found = likelihood_of(kind)
         if found is None:
-            raise ValueError(
-                f"{type(kind).__name__} is no likelihood that is known here; pass one of {sorted(KINDS)}, or a "
-                "Categorical, Bernoulli, Gaussian or HeteroscedasticGaussian with options"
-            )
+            raise ValueError(f"{type(kind).__name__} is no likelihood that is known here; pass one of {sorted(KINDS)}")
         return found
     if kind not in KINDS:
         raise ValueError(f"likelihood={kind!r} is not known; choose one of {sorted(KINDS)}")
     return KINDS[kind](**(options or {}))
 
 
-_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
+_LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
 
 
 def likelihood_of(loss: nn.Module) -> Likelihood | None:
@@ -752,8 +673,6 @@ def likelihood_of(loss: nn.Module) -> Likelihood | None:
         return Categorical(
             label_smoothing=loss.label_smoothing, class_weights=loss.weight, ignore_index=loss.ignore_index
         )
-    if isinstance(loss, nn.NLLLoss):  # of log-probabilities, which a softmax does not change
-        return Categorical(class_weights=loss.weight, ignore_index=loss.ignore_index)
     if isinstance(loss, nn.BCEWithLogitsLoss) and loss.weight is None:
         return Bernoulli(pos_weight=None if loss.pos_weight is None else loss.pos_weight.reshape(-1))
     return Gaussian() if isinstance(loss, nn.MSELoss) else None

@@ -1,9 +1,7 @@
-"""The linearized Laplace approximation of a trained network.
+"""The linearized Laplace approximation of a trained network (arXiv 2206.08900).
 
-Summary of the method (arXiv 2206.08900): keep the trained weights as the linearization point of the tangent model
-``h_theta(x) = f(x) + J(x) (theta - theta~)``, choose the prior precisions of its weights by the model evidence at the
-joint stationary point of weights and precisions, one precision for each normalized group, and predict with mean
-``f(x)``.
+The trained weights are the linearization point of ``h_theta(x) = f(x) + J(x) (theta - theta~)``, precisions are chosen
+by the evidence at the joint stationary point of weights and precisions, and the predictive mean is ``f(x)``.
 """
 
 from __future__ import annotations
@@ -11,7 +9,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace import interop, predictive, storage
 from tu_symmetry.laplace.blocks import Posterior
-from tu_symmetry.laplace.calibration import PRECISIONS, TEMPERATURES, Metric, calibrate, search_precision
+from tu_symmetry.laplace.calibration import TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
     BiasCurvature,
@@ -37,14 +36,19 @@ from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
 from tu_symmetry.laplace.inputs import arguments, ordinary, require_call, rows_of
 from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
-from tu_symmetry.laplace.likelihood import FisherType, Likelihood, LikelihoodName, make_likelihood
-from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry.laplace.likelihood import (
+    FisherType,
+    Likelihood,
+    LikelihoodName,
+    LinkApprox,
+    check_link_approx,
+    make_likelihood,
+)
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
     GroupReport,
-    PrecisionSearch,
     ReadElsewhereWarning,
     warn_about,
     warn_if_it_hurts,
@@ -52,11 +56,8 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
-    closed_form_layer,
     full_precision,
-    last_called,
-    last_linear,
-    last_module,
+    last_layer,
     select_parameters,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -82,7 +83,7 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
 def _following(
     method: Callable[Concatenate[LinearizedLaplace, Any, P], R],
 ) -> Callable[Concatenate[LinearizedLaplace, Any, P], R]:
-    """Gradients with respect to inputs that require one, where the caller has gradients on."""
+    """Gradients of inputs that require one, where the caller has gradients on."""
 
     @wraps(method)
     def run(self: LinearizedLaplace, /, inputs: Any, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,8 +95,6 @@ def _following(
 class LinearizedLaplace:
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
-    The fit is one frozen object, :attr:`fitted`; precisions, weights and all other properties are read from it.
-
     Args:
         model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights.
         likelihood: a name, the training loss (``nn.CrossEntropyLoss`` and others with their options), or an object of
@@ -105,23 +104,21 @@ class LinearizedLaplace:
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
             ``per_layer`` (each module), ``per_tensor`` (each parameter), ``single``, or ``diagonal`` (each weight, with
             ``curvature="diag"``).
-        evaluate_at: where the evidence is evaluated: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the
-            tangent model) or ``map`` (at the trained weights).
+        evaluate_at: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the tangent model) or ``map``.
         curvature: ``kfac``, ``full``, ``diag``, or ``last_layer`` (exact, for the last linear layer alone).
         fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
-        parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; all
-            others are fixed. None: all that require a gradient. ``"last_layer"``: those of the module that is called
-            last. With ``curvature="last_layer"`` the name of one linear layer, None to find it.
+        parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; None for
+            all that require a gradient, ``"last_layer"`` for those of the module that is called last. With
+            ``curvature="last_layer"`` the name of one linear layer, None to find it.
         groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
-        dense_limit: longest parameter without Kronecker factors that gets its exact dense block; a longer one gets the
-            exact diagonal.
+        dense_limit: longest parameter without Kronecker factors that gets an exact dense block; longer ones get its
+            diagonal.
         noise_variance: the variance of a regression's noise; None to find it by the evidence (and 1 until then).
-        prior_precision: initial precision: one for all groups, a tensor with one for each, or by group name (with
-            ``diagonal`` also by parameter name). None starts each group at its center (:class:`Hyperprior`), which
-            respects scale invariance.
+        prior_precision: initial precision, as in :meth:`set_precision`. None starts each group at its center
+            (:class:`Hyperprior`), which respects scale invariance.
         generator: the generator of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
     Attributes:
@@ -149,11 +146,6 @@ class LinearizedLaplace:
         generator: torch.Generator | None = None,
     ) -> None:
         require_module(model)
-        if curvature == "dual":
-            raise ValueError(
-                "curvature='dual' is a class of its own, tu_symmetry.laplace.DualLaplace: it has no curvature of the "
-                "weights but a kernel of the outputs, and takes structured priors and linear observations"
-            )
         for option, value, allowed in (
             ("prior", prior, ("per_group", "per_layer", "per_tensor", "single", "diagonal")),
             ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
@@ -169,13 +161,13 @@ class LinearizedLaplace:
         self.likelihood = make_likelihood(likelihood)
         if fisher_type == "empirical" and self.likelihood.noisy:
             raise ValueError(
-                "the empirical Fisher of a regression depends on the noise in a way that no evidence accounts for; "
-                "choose fisher_type='type-2', which costs one backward pass for each output"
+                "the empirical Fisher of a regression depends on its noise, for which no evidence accounts; choose "
+                "fisher_type='type-2'"
             )
-        if noise_variance is not None and not self.likelihood.noisy:
-            raise ValueError("noise_variance belongs to likelihood='regression'")
-        if noise_variance is not None and not (noise_variance > 0 and math.isfinite(noise_variance)):
-            raise ValueError(f"noise_variance={noise_variance} has to be positive and finite")
+        if noise_variance is not None and not (self.likelihood.noisy and 0 < noise_variance < math.inf):
+            raise ValueError(
+                f"noise_variance={noise_variance} has to be positive and finite, and belongs to likelihood='regression'"
+            )
         for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
             values = torch.as_tensor(1.0 if precision is None else precision, device="cpu")
             if not bool(((values > 0) & values.isfinite()).all()):
@@ -195,48 +187,42 @@ class LinearizedLaplace:
             named = [] if parameters is None or parameters == "last_layer" else list(parameters)
             if len(named) > 1:
                 raise ValueError(
-                    f"curvature='last_layer' has the closed form of one linear layer, parameters={named} names several "
-                    "things; use curvature='full'"
+                    f"curvature='last_layer' is of one linear layer, and parameters={named}; use curvature='full'"
                 )
             self._traced = not named
-            layer = named[0] if named else last_linear(model)
+            layer = named[0] if named else last_layer(model, linear=True)
             if layer not in dict(model.named_modules()):
                 raise ValueError(f"parameters={named}: the model has no module {layer!r}")
             self.tangent: TangentModel = LastLayerModel(model, layer, class_axis=class_axis)
         else:
             self._traced = parameters == "last_layer"
-            wanted = [last_module(model)] if parameters == "last_layer" else parameters
+            wanted = [last_layer(model)] if parameters == "last_layer" else parameters
             self.tangent = TangentModel(model, select_parameters(model, wanted), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
         self._drawer = predictive.Drawer()
-
-    # ------------------------------------------------------------------ fitting
 
     @leaves_randomness
     @_apart
     def fit(self, train_loader: Iterable[Any], *, progress: Progress | None = None) -> LinearizedLaplace:
         """Accumulate the curvature over the training data.
 
-        Pass the data the network was trained on, without augmentation. Data count as they are seen: a loader that
-        drops samples or repeats them fits what it shows. With an initialized process group every process passes its
-        own share, and all get the same result.
+        Pass the data the network was trained on, without augmentation. With an initialized process group every process
+        passes its own share, and all get the same result.
 
         Args:
             train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
                 a mapping of keyword arguments; or mappings of these with ``labels`` among them.
                 :meth:`optimize_evidence` reads it again.
-            progress: called after each batch with ``{"stage", "batch", "batches", "samples"}``;
-                :func:`tu_symmetry.show_progress` gives one that prints.
+            progress: called after each batch; :func:`tu_symmetry.show_progress` gives one that prints.
 
         Raises:
             TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
-            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; a network
-                whose outputs are random, depend on the other samples of a batch, or do not lead with the batch.
+            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; outputs that
+                are random, depend on the other samples of a batch, or do not lead with the batch.
             UnsupportedLayerError: layers whose gradients cannot be taken apart, by name.
 
         Warns:
-            ReadElsewhereWarning: Kronecker-factored curvature of a parameter that is read outside of its module, tied
-                to another, or of a module that is called several times.
+            ReadElsewhereWarning: parameters that get an exact block, since Kronecker factors would miss a part.
         """
         if self._traced:
             require_weights(self.model, self.tangent.names)
@@ -292,12 +278,7 @@ class LinearizedLaplace:
 
     @classmethod
     def from_fitted(cls, fitted: FittedLaplace, train_loader: Iterable[Any] | None = None) -> LinearizedLaplace:
-        """The approximation around a frozen state, for example ``la.fitted.restarted(evaluate_at="map")``.
-
-        Args:
-            fitted: the state.
-            train_loader: the training data, where they will be read again.
-        """
+        """The approximation around a frozen state, with the training data where they will be read again."""
         layer = fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None
         la = cls(
             fitted.model,
@@ -360,19 +341,14 @@ class LinearizedLaplace:
         """Number of samples and outputs, and the loss at the linearization point."""
         return self.fitted.summary
 
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the network's weights and buffers at the fit."""
-        return self.fitted.snapshot.fingerprint
-
     def _find_last_layer(self, loader: Iterable[Any]) -> None:
         """The last layer in the order of a forward pass, where the constructor had only that of definition."""
         inputs = rows_of(next(batches(loader, next(self.model.parameters()).device))[0], slice(0, 2))
         if isinstance(self.tangent, LastLayerModel):
-            layer = closed_form_layer(self.model, inputs)
+            layer = last_layer(self.model, inputs, linear=True)
             self.tangent = LastLayerModel(self.model, layer, class_axis=self.tangent.class_axis)
         else:
-            self.tangent = self.tangent.over(select_parameters(self.model, [last_called(self.model, inputs)]))
+            self.tangent = self.tangent.over(select_parameters(self.model, [last_layer(self.model, inputs)]))
 
     @leaves_randomness
     def group(self, loader: Iterable[Any]) -> PriorGroups:
@@ -400,12 +376,9 @@ class LinearizedLaplace:
     def set_precision(self, precision: float | Tensor | Mapping[str, float | Tensor]) -> None:
         """Set the prior precision of all groups, of each (a tensor ``[groups]``), or by name (the others keep theirs).
 
-        With ``prior="diagonal"`` names are also those of parameters, with a number or a tensor of the parameter's
-        shape: ``la.set_precision({"0.weight": torch.full((32, 4), 2.0)})``.
+        With ``prior="diagonal"`` names are also those of parameters, with a number or a tensor of their shape.
         """
         self._fitted = self.fitted.with_precision(precision)
-
-    # ------------------------------------------------------------------ evidence
 
     @leaves_randomness
     @_apart
@@ -436,9 +409,6 @@ class LinearizedLaplace:
             memory: bytes for data, linearizations and gradients; None for 2 GiB, and more for networks of over a
                 million weights. Data that do not fit are read again in every pass.
             progress: called after every pass over the data.
-
-        Returns:
-            What was reached; see also :meth:`report`.
 
         Warns:
             PrunedGroupWarning: a group was switched off.
@@ -473,11 +443,7 @@ class LinearizedLaplace:
     ) -> Mode:
         """Find ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
 
-        Args:
-            train_loader: the training data; None for the loader of :meth:`fit`.
-            tolerance: gradient norm in posterior standard deviations; 1e-6 in double precision, else 0.2.
-            max_iterations: largest number of directions; None for 1,000.
-            progress: called after every pass over the data.
+        ``tolerance`` is one on the gradient norm, as ``mode_tolerance`` of :meth:`optimize_evidence`.
         """
         self._fitted = at_mode(
             self.fitted,
@@ -499,141 +465,70 @@ class LinearizedLaplace:
             self.solve_mode(train_loader)
         return self.fitted.log_evidence()
 
-    # ------------------------------------------------------------------ held-out data
-
     @leaves_randomness
     @_apart
     def calibrate(
         self,
         validation_loader: Iterable[Any],
         *,
-        metric: Metric | None = None,
-        maximize: bool = False,
         temperatures: Sequence[float] = TEMPERATURES,
-        link_approx: LinkApprox | Literal["auto"] = "mc",
+        link_approx: LinkApprox = "mc",
         num_samples: int = 100,
-        covariance: Literal["auto", "exact", "samples"] = "auto",
+        covariance: predictive.Covariance = "auto",
         seed: int = 0,
         held_out: bool = True,
         standard_errors: float = 0.0,
-        progress: Progress | None = None,
     ) -> Calibration:
-        """Choose the posterior's temperature on held-out data; all predictions from then on have it.
+        """Choose the posterior's temperature by the NLL of held-out data; all predictions from then on have it.
 
         The temperature multiplies the posterior covariance. 0 is the network itself and always among the candidates,
-        as is 1, the posterior of the evidence: by the metric that chooses, predictions on these data are never worse
-        than the network's. Precisions and evidence stay as they are. :meth:`fit`, :meth:`optimize_evidence` and
-        :meth:`set_precision` put the temperature back to 1.
+        so that predictions on these data are never worse than the network's; so is 1, the posterior of the evidence.
+        Precisions and evidence stay as they are. Other precisions put the temperature back to 1.
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
-            metric: ``metric(predictions, targets)`` to a number; predictions are as :meth:`predictive` gives them. None
-                for the NLL. With several processes its mean, weighted by samples, counts.
-            maximize: whether a larger value of the metric is better.
             temperatures: candidates; by default 1e-6 to 100 in quarters of a decade.
-            link_approx: with which predictions will be made, ``mc`` or ``probit``, or ``auto``: the better of both.
-                :meth:`predictive` takes it from then on, where it is given none.
-            num_samples: likewise.
+            link_approx: with which predictions will be made, ``mc`` or ``probit``; :meth:`predictive` takes it from
+                then on, where it is given none.
+            num_samples: with which predictions will be made.
             covariance: likewise.
             seed: likewise.
             held_out: False where the network was trained on these data, on which it looks better than it is, so that
                 the temperature comes out low. The report says so, and nothing is warned of.
             standard_errors: 0 for the temperature that is best on these data; else that of the highest gain over the
-                network (in NLL) less so many standard errors of it, which hardly ever makes a network worse on other
-                data. Not with a metric.
-            progress: called after each batch.
-
-        Returns:
-            The temperature, and NLL, calibration error and accuracy of the network, of the posterior of the evidence,
-            and of the calibrated one.
-
-        Raises:
-            ValueError: temperatures or standard errors that are negative or not finite, a metric that is not finite for
-                the network or is given together with standard errors.
+                network less so many standard errors of it, which hardly ever makes a network worse on other data.
 
         Warns:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
         """
-        self.fitted.require_weights()
-        if link_approx != "auto":
-            check_link_approx(link_approx)
-        self._fitted, found = calibrate(
-            self.fitted,
-            self._drawer,
-            validation_loader,
-            metric=metric,
-            maximize=maximize,
-            temperatures=temperatures,
-            link_approx=link_approx,
-            num_samples=num_samples,
-            covariance=covariance,
-            seed=seed,
+        fitted = self.fitted
+        fitted.require_weights()
+        check_link_approx(link_approx)
+        candidates = sorted({0.0, 1.0, *(float(t) for t in temperatures)})
+        if not all(0 <= t < math.inf for t in candidates):
+            raise ValueError(f"temperatures={list(temperatures)} have to be finite and not negative")
+        if link_approx == "mean":
+            raise ValueError("link_approx='mean' is the network's own prediction, whatever the temperature")
+        if not 0 <= standard_errors < math.inf:
+            raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
+        options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
+        judged = judge(fitted, self._drawer, validation_loader, candidates, link_approx=link_approx, **options)
+        if not math.isfinite(judged.qualities[0].nll):
+            raise ValueError("the NLL of the network itself is not finite on these data")
+        best = judged.choose(standard_errors)
+        found = Calibration(
+            temperature=candidates[best],
+            samples=judged.samples,
+            network=judged.qualities[0],
+            evidence=judged.qualities[candidates.index(1.0)],
+            calibrated=judged.qualities[best],
             held_out=held_out,
-            standard_errors=standard_errors,
-            progress=progress,
+            link_approx=link_approx,
+            standard_error=judged.errors[best],
         )
+        self._fitted = replace(fitted, temperature=candidates[best], link_approx=link_approx)
         if held_out:
             warn_if_it_hurts(found, stacklevel=4)
-        return found
-
-    @leaves_randomness
-    @_apart
-    def search_precision(
-        self,
-        validation_loader: Iterable[Any],
-        *,
-        precisions: Sequence[float] = PRECISIONS,
-        relative: bool = False,
-        metric: Metric | None = None,
-        maximize: bool = False,
-        link_approx: LinkApprox | None = None,
-        num_samples: int = 100,
-        covariance: Literal["auto", "exact", "samples"] = "auto",
-        seed: int = 0,
-        progress: Progress | None = None,
-    ) -> PrecisionSearch:
-        """Choose the prior precision on held-out data instead of by the evidence; it is set from then on.
-
-        It is what laplace-torch calls ``optimize_prior_precision(method="gridsearch")``. Another precision changes
-        which directions are uncertain, where the temperature of :meth:`calibrate` scales all of them alike; it costs a
-        pass over the data for every candidate. No finite precision is the network itself, so that the best of them may
-        be worse than it: the result says so, and :meth:`calibrate` afterwards mends it.
-
-        Args:
-            validation_loader: batches ``(inputs, targets)`` that the network was not trained on.
-            precisions: candidates, by default 1e-4 to 1e8 in half decades: one precision for all weights.
-            relative: the candidates are factors of the precisions as they are instead, so that the groups' relations
-                stay those of the evidence.
-            metric: as in :meth:`calibrate`.
-            maximize: whether a larger value of the metric is better.
-            link_approx: as in :meth:`predictive`.
-            num_samples: likewise.
-            covariance: likewise.
-            seed: likewise.
-            progress: called after each batch.
-
-        Returns:
-            The precision, and NLL, calibration error and accuracy at all of them and of the network.
-
-        Raises:
-            ValueError: precisions that are not positive and finite, a metric that is finite at none of them.
-        """
-        self.fitted.require_weights()
-        if link_approx is not None:
-            check_link_approx(link_approx)
-        self._fitted, found = search_precision(
-            self.fitted,
-            validation_loader,
-            precisions=precisions,
-            relative=relative,
-            metric=metric,
-            maximize=maximize,
-            link_approx=link_approx,
-            num_samples=num_samples,
-            covariance=covariance,
-            seed=seed,
-            progress=progress,
-        )
         return found
 
     @property
@@ -644,8 +539,6 @@ class LinearizedLaplace:
     def report(self) -> list[GroupReport]:
         """Precision, determined directions and squared norm of every prior group."""
         return self.fitted.report()
-
-    # ------------------------------------------------------------------ prediction
 
     @property
     def posterior(self) -> Posterior:
@@ -662,9 +555,8 @@ class LinearizedLaplace:
     def function_covariance(self, inputs: Any, *, joint: bool = False) -> tuple[Tensor, Tensor]:
         """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``.
 
-        Outputs ``[batch, positions, outputs]`` have joint covariances over both, which are flattened to one axis. With
-        ``joint`` there is one covariance between all inputs, ``[batch * outputs, batch * outputs]``, for which the
-        Jacobians of all of them are held. Gradients are as in :meth:`predictive`.
+        Positions and outputs are flattened to one axis. With ``joint`` there is one covariance between all inputs,
+        ``[batch * outputs, batch * outputs]``, for which the Jacobians of all of them are held.
         """
         self.fitted.require_weights()
         return predictive.function_covariance(self.fitted, predictive.on_device(self.fitted, inputs), joint=joint)
@@ -686,56 +578,48 @@ class LinearizedLaplace:
         *,
         num_samples: int = 100,
         link_approx: LinkApprox | None = None,
-        covariance: Literal["auto", "exact", "samples"] = "auto",
+        covariance: predictive.Covariance = "auto",
         joint: bool = False,
         seed: int = 0,
     ) -> Any:
         """Posterior predictive of a batch.
 
-        Where gradients are on and the inputs require one, predictions have it: ``x.requires_grad_()`` is all that an
-        acquisition function or an attack needs. Exact covariances take the Jacobians of the whole batch then.
+        Where gradients are on and the inputs require one, predictions have it, and exact covariances take the Jacobians
+        of the whole batch.
 
         Args:
             inputs: a batch.
             num_samples: number of Monte-Carlo samples.
-            link_approx: from logits to probabilities: ``mc``, or in closed form ``probit`` (both as in laplace-torch),
-                or ``mean``: the network's own prediction. None: what :meth:`calibrate` has chosen, and ``mc`` before.
+            link_approx: from logits to probabilities: ``mc``, in closed form ``probit``, or ``mean``: the network's own
+                prediction. None: that of :meth:`calibrate`, and ``mc`` before.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
             seed: the seed of the samples; the same seed gives the same functions in every call.
 
         Returns:
-            Classification: probabilities ``[batch, classes]``, or in the shape of the network's output where that has
-            several positions. Binary: the probability of yes, of every output. Regression and heteroscedastic:
-            :class:`GaussianPredictive`. With ``joint`` the samples: probabilities with an axis of the samples in front,
-            or outputs without noise for a regression (means and log variances for a heteroscedastic one).
+            Probabilities in the shape of the network's output (of classes, or of yes for each output of ``binary``), or
+            the :class:`GaussianPredictive` of a regression. With ``joint`` samples along a new first axis:
+            probabilities, or a regression's outputs without noise.
         """
-        self.fitted.require_weights()
-        return predictive.predictive(
-            self.fitted,
-            self._drawer,
-            inputs,
-            num_samples=num_samples,
-            link_approx=link_approx,
-            covariance=covariance,
-            joint=joint,
-            seed=seed,
+        fitted = self.fitted
+        fitted.require_weights()
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
+        link = fitted.link_approx if link_approx is None else link_approx
+        check_link_approx(link)
+        if covariance not in ("auto", "exact", "samples"):
+            raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
+        inputs = predictive.on_device(fitted, inputs)
+        if joint:
+            outputs, changes = predictive.function_samples(fitted, self._drawer, inputs, num_samples, seed)
+            return predictive.in_own_shape(fitted, inputs, fitted.likelihood.of_function(outputs + changes))
+        temperature = 0.0 if fitted.likelihood.labels and link == "mean" else fitted.temperature
+        options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
+        (found,) = predictive.tempered_predictives(
+            fitted, self._drawer, inputs, [temperature], link_approx=link, **options
         )
-
-    def predict(self, loader: Iterable[Any], **options: Any) -> Iterator[Any]:
-        """Stream over a loader: :meth:`predictive` of one batch after the other.
-
-        Args:
-            loader: batches of inputs, or ``(inputs, ...)`` whose first element is taken (targets are not read); of a
-                mapping all but the targets.
-            options: the options of :meth:`predictive`. Monte-Carlo samples are those of its seed in every batch, so
-                that results do not depend on the batch size, and joint ones are joint over the whole loader.
-        """
-        for batch in loader:
-            yield self.predictive(batch[0] if isinstance(batch, (tuple, list)) else batch, **options)
-
-    # ------------------------------------------------------------------ storage and checks
+        return predictive.in_own_shape(fitted, inputs, found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""
@@ -743,11 +627,7 @@ class LinearizedLaplace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
-        """Read what :meth:`save` wrote, for the same network with the same weights.
-
-        Raises:
-            LaplaceFileError: a truncated or foreign file, or another network.
-        """
+        """Read what :meth:`save` wrote, for the same network with the same weights; else a LaplaceFileError."""
         return cls.from_fitted(storage.load(path, model))
 
     def to_laplace_torch(self) -> Any:

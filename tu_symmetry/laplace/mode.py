@@ -1,8 +1,7 @@
 """The weights that the evidence is evaluated at, and how well they solve their problem.
 
 At ``tangent_mode`` they are ``theta* = argmin loss(h_theta) / v + 1/2 theta^T Lambda theta`` of the tangent linear
-model ``h_theta(x) = f(x) + J(x) (theta - theta~)`` (Recommendation 1 of arXiv 2206.08900). Its offset ``f - J theta~``
-is kept, since it vanishes only for networks whose every parameter is scale-invariant. At ``map`` they are ``theta~``.
+model ``h_theta(x) = f(x) + J(x) (theta - theta~)`` (Recommendation 1 of arXiv 2206.08900), at ``map`` ``theta~``.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ class Mode:
 def duality_gap(gradient: Tensor, precision: Tensor) -> float:
     """``1/2 g^T Lambda^-1 g``: the objective of the tangent model lies no more than that above its minimum (nats).
 
-    With ``r`` the gradient of the loss with respect to the outputs, ``J^T r + Lambda theta = g``. The Fenchel dual of
-    the objective takes at ``r`` the value ``objective - 1/2 g^T Lambda^-1 g``, and no dual value is above the minimum.
-    For example ``1/2 (t - 2)^2 + 1/2 t^2`` has its minimum 1 at ``t = 1``; at ``t = 2`` it is 2 and its gradient 2, so
-    that the bound is ``1/2 * 2^2 / 1 = 2``, where the distance is 1.
+    With ``r`` the gradient of the loss in the outputs, ``J^T r + Lambda theta = g``. The Fenchel dual of the objective
+    takes at ``r`` the value ``objective - 1/2 g^T Lambda^-1 g``, and no dual value is above the minimum.
     """
     return 0.5 * float((gradient.double().square() / precision.double()).sum())
 

@@ -1,8 +1,7 @@
 """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, and back.
 
-A network for images returns ``[batch, classes, height, width]``, one for text ``[batch, tokens, classes]`` or an object
-that holds it. For example, an output of shape ``[8, 21, 32, 32]`` with the classes on axis 1 is read as
-``[8, 1024, 21]``, pixels row by row, and predictions are given back in the network's own shape.
+For example, ``[batch, classes, height, width]`` is read as ``[batch, height * width, classes]``, pixels row by row, and
+predictions are given back in the network's own shape.
 """
 
 from __future__ import annotations
@@ -15,15 +14,9 @@ from torch import Tensor
 
 
 def class_axis_of(axes: int, class_axis: int | None) -> int:
-    """The axis of an output that holds the classes (or other outputs of one position), counted from 0.
+    """The axis, counted from 0, of an output with so many axes that holds the classes (or other outputs).
 
-    Args:
-        axes: number of axes of the output.
-        class_axis: as the user gave it; None for the last of two or three axes and for axis 1 of four and more, which
-            is torch's convention of images.
-
-    Raises:
-        ValueError: the axis of the batch, or one that the output does not have.
+    By default the last of two or three axes, and axis 1 of four and more, which is torch's convention of images.
     """
     found = (1 if axes > 3 else axes - 1) if class_axis is None else class_axis
     if found < 0:
@@ -34,17 +27,13 @@ def class_axis_of(axes: int, class_axis: int | None) -> int:
 
 
 def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
-    """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``.
-
-    Besides a tensor that may be an object or a mapping with ``logits`` (a ``ModelOutput`` of Hugging Face's libraries),
-    or a mapping with ``loc`` and ``scale`` (a normal distribution of TorchUncertainty's layers), which is read as means
-    and log variances ``2 log(scale)``, next to each other on the class axis.
+    """What a network returns, see :func:`tensor_in`, as ``[batch, outputs]`` or ``[batch, positions, outputs]``.
 
     Raises:
         TypeError: something else than a tensor of real numbers, in half precision for example.
         ValueError: another first axis than the batch.
     """
-    found = _tensor_in(found, class_axis)
+    found = tensor_in(found, class_axis)
     if found.dtype not in (torch.float32, torch.float64):
         cause = "only real numbers have a derivative (return logits, not the classes chosen by argmax)"
         if found.is_floating_point():
@@ -56,26 +45,20 @@ def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
     if found.ndim == 0 or len(found) != batch:
         raise ValueError(
             f"the network's output has shape {tuple(found.shape)} for a batch of {batch} samples; its first axis has "
-            "to be the batch. Positions of a sample that were flattened into it (tokens, pixels) are no independent "
-            "samples: return them as [batch, positions, outputs]. Networks that take the batch as the second axis "
-            "need a wrapper that transposes inputs and outputs"
+            "to be the batch. Return tokens or pixels as [batch, positions, outputs], and transpose inputs and outputs "
+            "of a network that takes the batch as its second axis"
         )
     if found.ndim == 1:
         found = found.unsqueeze(-1)
     if found.ndim > 2:
-        found = with_classes_last(found, class_axis)
+        found = found.movedim(class_axis_of(found.ndim, class_axis), -1).flatten(1, -2)
     if found.numel() == 0 and batch > 0:
         raise ValueError(f"the network's output has shape {tuple(found.shape)}: it holds no values")
     return found
 
 
 def check_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
-    """The same, where NaN and infinite values are refused too.
-
-    Raises:
-        TypeError: something else than a tensor of real numbers.
-        ValueError: outputs of another shape, or values that are not finite.
-    """
+    """The same, where NaN and infinite values are refused too."""
     outputs = as_outputs(found, batch, class_axis)
     if not torch.isfinite(outputs.detach()).all():
         raise ValueError(
@@ -85,30 +68,19 @@ def check_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tens
     return outputs
 
 
-def with_classes_last(found: Tensor, class_axis: int | None) -> Tensor:
-    """``[batch, ..., classes, ...]`` to ``[batch, positions, classes]``."""
-    return found.movedim(class_axis_of(found.ndim, class_axis), -1).flatten(1, -2)
-
-
 def in_own_shape(values: Tensor, shape: torch.Size, class_axis: int | None) -> Tensor:
-    """The inverse, for tensors with leading axes.
-
-    Args:
-        values: ``[..., batch, positions, outputs]``; the number of outputs may be another than the network's.
-        shape: the shape of the network's output, with any batch.
-        class_axis: see :func:`class_axis_of`.
-    """
+    """The inverse of :func:`as_outputs` for ``[..., batch, positions, outputs]``, given the network's shape."""
     axis = class_axis_of(len(shape), class_axis)
     places = [n for i, n in enumerate(shape) if i not in (0, axis)]
     return values.unflatten(-2, places).movedim(-1, axis - len(shape))
 
 
-def raw_shape(found: Any, class_axis: int | None) -> torch.Size:
-    """Shape of what a network returned, before :func:`as_outputs`."""
-    return _tensor_in(found, class_axis).shape
+def tensor_in(found: Any, class_axis: int | None = None) -> Tensor:
+    """The tensor that a network returns, or that is in the ``logits`` of an object or a mapping.
 
-
-def _tensor_in(found: Any, class_axis: int | None) -> Tensor:
+    A mapping with ``loc`` and ``scale`` (a normal distribution of TorchUncertainty's layers) is read as means and log
+    variances ``2 log(scale)``, next to each other on the class axis.
+    """
     if isinstance(found, Tensor):
         return found
     logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", None)

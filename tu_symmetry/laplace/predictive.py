@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from typing import Any, Literal
 
 import torch
@@ -15,7 +14,7 @@ from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.function_posterior import WeightSamples
 from tu_symmetry.laplace.inputs import batch_size, follows, mapped, ordinary
-from tu_symmetry.laplace.links import LinkApprox, check_link_approx
+from tu_symmetry.laplace.likelihood import LinkApprox
 from tu_symmetry.laplace.tangent import evaluating
 
 Covariance = Literal["auto", "exact", "samples"]
@@ -45,11 +44,7 @@ def _same(one: Posterior, other: Posterior) -> bool:
 
 
 def on_device(fitted: FittedLaplace, inputs: Any) -> Any:
-    """A batch of inputs on the network's device, with the gradient history that it has.
-
-    Raises:
-        ValueError: a batch without samples.
-    """
+    """A batch of inputs on the network's device, with the gradient history that it has."""
     device = next(fitted.model.parameters()).device
     with torch.inference_mode(False):
         found = mapped(lambda own: own.to(device), ordinary(inputs, history=True))
@@ -75,7 +70,7 @@ def function_samples(
     return outputs, changes if fitted.temperature == 1 else fitted.temperature**0.5 * changes
 
 
-def exact_is_cheap(fitted: FittedLaplace, inputs: Any) -> bool:
+def _exact_is_cheap(fitted: FittedLaplace, inputs: Any) -> bool:
     """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample; with gradients, of all."""
     outputs = fitted.summary.outputs
     if outputs > _EXACT_OUTPUTS:
@@ -85,44 +80,6 @@ def exact_is_cheap(fitted: FittedLaplace, inputs: Any) -> bool:
     elif fitted.layers is not None:
         return True
     return outputs * fitted.tangent.size <= _EXACT_ENTRIES
-
-
-def predictive(
-    fitted: FittedLaplace,
-    drawer: Drawer,
-    inputs: Any,
-    *,
-    num_samples: int,
-    link_approx: LinkApprox | None,
-    covariance: Covariance,
-    joint: bool,
-    seed: int,
-) -> Any:
-    """Posterior predictive of a batch, as :meth:`tu_symmetry.LinearizedLaplace.predictive` has it."""
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} has to be at least 1")
-    link_approx = fitted.link_approx if link_approx is None else link_approx
-    check_link_approx(link_approx)
-    if covariance not in ("auto", "exact", "samples"):
-        raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
-    inputs = on_device(fitted, inputs)
-    if joint:
-        outputs, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
-        return in_own_shape(fitted, inputs, fitted.likelihood.of_function(outputs + changes))
-    if fitted.likelihood.labels and link_approx == "mean":
-        with evaluating(fitted.model):
-            return in_own_shape(fitted, inputs, fitted.likelihood.of_function(fitted.tangent.outputs(inputs)))
-    (found,) = tempered_predictives(
-        fitted,
-        drawer,
-        inputs,
-        [fitted.temperature],
-        num_samples=num_samples,
-        link_approx=link_approx,
-        covariance=covariance,
-        seed=seed,
-    )
-    return in_own_shape(fitted, inputs, found)
 
 
 def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
@@ -139,31 +96,28 @@ def tempered_predictives(
     temperatures: Sequence[float],
     *,
     num_samples: int,
-    link_approx: LinkApprox | Sequence[LinkApprox],
+    link_approx: LinkApprox,
     covariance: Covariance,
     seed: int,
 ) -> list[Any]:
     """The predictive of one batch at several temperatures, from the same covariances or samples."""
     fitted, likelihood = replace(fitted, temperature=1.0), fitted.likelihood
-    links = (link_approx,) if isinstance(link_approx, str) else tuple(link_approx)
     deviations: Tensor | None = None
+    sampled = likelihood.labels and link_approx == "mc"
     if not any(temperatures):
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)
         variance = torch.zeros_like(mean)
-    elif covariance == "exact" or (covariance == "auto" and exact_is_cheap(fitted, inputs)):
+    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted, inputs)):
         mean, matrix = function_covariance(fitted, inputs)
         matrix = function_posterior.within_positions(mean, matrix)
         variance = matrix.diagonal(dim1=-2, dim2=-1)
-        if likelihood.labels and "mc" in links:
+        if sampled:
             deviations = function_posterior.gaussian_samples(matrix, num_samples, seed)
     else:
         mean, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
         variance = changes.square().mean(0)
-        if likelihood.labels and "mc" in links:
-            deviations = changes
-    noise = fitted.noise_variance
+        deviations = changes if sampled else None
     return [
-        likelihood.predict(mean, variance, deviations if link == "mc" else None, temperature=t, noise=noise)
-        for link, t in product(links, temperatures)
+        likelihood.predict(mean, variance, deviations, temperature=t, noise=fitted.noise_variance) for t in temperatures
     ]

@@ -46,7 +46,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
     blocks = fitted.curvature.blocks
     solution = fitted.solution
     tensors = {"log_precision": fitted.log_precision, "theta": solution.theta}
-    weights = fitted.groups.weights  # numbers of single weights are their places, and need not be stored
+    weights = fitted.groups.weights  # the numbers of single weights are their places, which need not be stored
     if not weights:
         tensors |= {f"group_of.{name}": number for name, number in fitted.groups.of.items()}
     for i, block in enumerate(blocks):
@@ -83,12 +83,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
-    """Read a fitted approximation of a network; predictions are bit-equal to those before :func:`save`.
-
-    Raises:
-        LaplaceFileError: a file that is truncated, foreign or was changed, NaN in it, or another network.
-        FileNotFoundError: no such file.
-    """
+    """Read a fitted approximation of a network; predictions are bit-equal to those before :func:`save`."""
     path = Path(path)
     content, tensors = _read(path)
     known = {name for name, _ in model.named_parameters()}
@@ -103,12 +98,12 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         tangent = TangentModel(model, content["parameters"], class_axis=likelihood.class_axis)
     if tangent.fingerprint() != content["fingerprint"]:
         raise LaplaceFileError(
-            f"{path} was fitted at other weights than this network's; load the checkpoint that it belongs to (weights "
-            "and running statistics), or fit again"
+            f"{path} was fitted at other weights than this network's; load its checkpoint, or fit again"
         )
     device = next(model.parameters()).device
     groups = _groups(content["groups"], tangent, tensors)
     blocks = tuple(_block(i, entry, tensors, device) for i, entry in enumerate(content["blocks"]))
+    solution: dict[str, Any] = {key: math.nan if v is None else v for key, v in content["solution"].items()}
     return FittedLaplace.begin(
         tangent,
         likelihood,
@@ -120,20 +115,14 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         noise_variance=content["noise_variance"],
         noise_fixed=content["noise_fixed"],
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
-        solution=_solution(content["solution"], tensors["theta"].to(device)),
+        solution=Mode(tensors["theta"].to(device), **solution),
         temperature=content["temperature"],
         link_approx=content["link_approx"],
     )
 
 
-def _solution(entry: Mapping[str, Any], theta: Tensor) -> Mode:
-    values: dict[str, Any] = {key: math.nan if value is None else value for key, value in entry.items()}
-    return Mode(theta, **values)
-
-
 def _groups(names: Sequence[str] | None, tangent: TangentModel, tensors: Mapping[str, Tensor]) -> PriorGroups:
-    """The prior groups; without names every weight is one."""
-    if names is None:
+    if names is None:  # every weight is one
         return SingleWeights(tangent.slots)
     return PriorGroups(tangent.slots, {name: names[int(tensors[f"group_of.{name}"])] for name in tangent.names})
 
@@ -156,17 +145,13 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise FileNotFoundError(f"{path} is no file; LinearizedLaplace.save writes one")
     try:
         tensors, header = read_safetensors(path)
-        if "laplace" not in header.metadata:
-            raise LaplaceFileError(f"{path} is a safetensors file, but holds no Laplace approximation")
-        content = json.loads(header.metadata["laplace"])
-    except LaplaceFileError:
-        raise
+        content = json.loads(header.metadata.get("laplace", "{}"))
     except (FileError, json.JSONDecodeError) as error:
         raise LaplaceFileError(f"{path} cannot be read: {error}") from error
     if content.get("format") != _FORMAT or content.get("version") != _VERSION:
         raise LaplaceFileError(
-            f"{path} has format {content.get('format')} {content.get('version')}; this version of the library reads "
-            f"{_FORMAT} {_VERSION}: fit and save again"
+            f"{path} holds no Laplace approximation of this version, {_FORMAT} {_VERSION}, but "
+            f"{content.get('format')} {content.get('version')}: fit and save again"
         )
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.isnan().any():

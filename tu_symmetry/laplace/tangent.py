@@ -21,9 +21,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
 from tu_symmetry.laplace.inputs import arguments, batch_size, follows, mapped, rows_of, structure
-from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, raw_shape
+from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, tensor_in
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Slot(NamedTuple):
@@ -37,36 +37,14 @@ class Slot(NamedTuple):
 def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[str, ...]:
     """Names of the parameters that the posterior covers, in the order of the model.
 
-    Args:
-        model: the module.
-        wanted: None for every parameter that requires a gradient; else names, prefixes of names (``"head"`` takes
-            everything below that module), or patterns with ``*``, ``?`` or ``[...]`` (``"*lora_*"``). A tied weight may
-            be given by any of its names.
+    ``wanted`` is None for all that require a gradient; else names (any of a tied weight), prefixes of names (``"head"``
+    takes everything below that module), or patterns with ``*``, ``?`` or ``[...]``.
 
     Raises:
         ValueError: a name that nothing matches, no parameters at all, NaN or infinite weights.
     """
-    canonical = {id(p): name for name, p in model.named_parameters()}
-    every = [(name, p) for name, p in model.named_parameters(remove_duplicate=False)]
-    if wanted is None:
-        chosen = {id(p) for _, p in every if p.requires_grad}
-        if not chosen:
-            raise ValueError("no parameter of the model requires a gradient; name those to use in parameters=[...]")
-    else:
-        chosen = set()
-        for key in wanted:
-            pattern = any(sign in key for sign in "*?[")
-            found = [
-                id(p)
-                for name, p in every
-                if (fnmatchcase(name, key) if pattern else name == key or name.startswith(key + "."))
-            ]
-            if not found:
-                raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
-            chosen.update(found)
-        if not chosen:
-            raise ValueError("parameters is empty: nothing would be left uncertain")
-    for name, p in model.named_parameters():
+    every = list(model.named_parameters(remove_duplicate=False))
+    for name, p in every:
         if p.is_meta:
             raise ValueError(
                 f"{name} is on the meta device, where tensors have no values: load the weights first "
@@ -74,17 +52,21 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
             )
         if not torch.isfinite(p.detach()).all():
             raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
-    return tuple(name for key, name in canonical.items() if key in chosen)
+    chosen = {id(p) for _, p in every if p.requires_grad and wanted is None}
+    for key in wanted or ():
+        found = {id(p) for name, p in every if fnmatchcase(name, key) or name.startswith(key + ".")}
+        if not found:
+            raise ValueError(f"parameters={key!r} matches no parameter; there are {[n for n, _ in every][:12]} ...")
+        chosen |= found
+    if not chosen:
+        raise ValueError("no parameter of the model requires a gradient, or parameters is empty: nothing would be left")
+    return tuple(name for name, p in model.named_parameters() if id(p) in chosen)
 
 
 def require_independent_samples(model: nn.Module) -> None:
-    """Refuse networks in which the output of a sample depends on the others of its batch.
-
-    Raises:
-        ValueError: batch normalization without running statistics, by name.
-    """
+    """Refuse batch normalization without running statistics, by name: a ``ValueError``."""
     for name, module in model.named_modules():
-        if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
+        if isinstance(module, BATCH_NORMS) and module.running_mean is None:
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) has no running statistics: it normalizes by the "
                 "batch at hand, so that outputs of single samples have no Jacobian. Use track_running_stats=True, or "
@@ -97,10 +79,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, full precision, ordinary (non-inference) tensors, attention with a forward-mode derivative."""
     training = [m for m in model.modules() if m.training]
     fast = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(full_precision(model))
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+    with torch.inference_mode(False), full_precision(model), sdpa_kernel(SDPBackend.MATH):
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -113,51 +92,32 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """No autocast around the network, no TF32: curvatures have more digits than these hold."""
-    kinds = {"cpu"} | {p.device.type for p in model.parameters()}
-    with ExitStack() as stack:
-        stack.enter_context(_whole_float32())
-        for kind in sorted(kinds):
-            if torch.amp.is_autocast_available(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextmanager
-def _whole_float32() -> Iterator[None]:
-    """Products and convolutions of float32 in all of its digits, on GPUs (where cuDNN's have 10 by default) and CPUs.
+    """No autocast around the network, no TF32: curvatures have more digits than these hold, on GPUs and CPUs.
 
     Both of torch's interfaces are set: its older one raises an error where the newer one says something else.
     """
     backends: Any = torch.backends
     operators: list[Any] = [backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul]
     operators += [backends.mkldnn.conv, backends.mkldnn.rnn, backends.mkldnn.matmul]
-    before, older = [own.fp32_precision for own in operators], None
-    with suppress(RuntimeError):  # where the caller has set the newer one alone
-        older = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
-    try:
-        if older is not None:
+    with ExitStack() as stack:
+        for own in operators:
+            stack.callback(setattr, own, "fp32_precision", own.fp32_precision)
+        with suppress(RuntimeError):  # where the caller has set the newer one alone
+            convolutions, products = backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+            stack.callback(setattr, backends.cudnn, "allow_tf32", convolutions)
+            stack.callback(torch.set_float32_matmul_precision, products)
             backends.cudnn.allow_tf32 = False
             torch.set_float32_matmul_precision("highest")
         for own in operators:
             own.fp32_precision = "ieee"
+        for kind in sorted({"cpu"} | {p.device.type for p in model.parameters()}):
+            if torch.amp.is_autocast_available(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
-    finally:
-        if older is not None:
-            backends.cudnn.allow_tf32 = older[0]
-            torch.set_float32_matmul_precision(older[1])
-        for own, precision in zip(operators, before, strict=True):
-            own.fp32_precision = precision
 
 
 class Linearization(NamedTuple):
-    """The network on one batch, with all that products with its Jacobian need.
-
-    Attributes:
-        outputs: at the linearization point.
-        push: a flat vector to the Jacobian times it, in the outputs' shape.
-        pull: a cotangent in the outputs' shape to the transposed Jacobian times it, a flat vector.
-    """
+    """The outputs on one batch, ``push``: vector -> ``J`` times it, and ``pull``: cotangent -> ``J^T`` times it."""
 
     outputs: Tensor
     push: Callable[[Tensor], Tensor]
@@ -167,24 +127,17 @@ class Linearization(NamedTuple):
 def normal(cotangent: Tensor) -> Tensor:
     """Zero in place of entries below the root of the smallest normal number, relative to the largest.
 
-    Beside the others they are nothing. But on the way back through a network they become subnormal numbers, with which
-    processors are up to a hundred times slower: residuals of samples that a model fits with certainty do that.
+    On the way back through a network they would become subnormal numbers, with which processors are very slow.
     """
     size = cotangent.abs()
     return torch.where(size < torch.finfo(cotangent.dtype).tiny ** 0.5 * size.amax(), 0, cotangent)
 
 
 class TangentModel:
-    """``f(x; theta)`` and its Jacobian products at the linearization point, for a subset of the parameters.
+    """``f(x; theta)`` and its Jacobian products at the network's weights, for the parameters ``names``.
 
-    Attributes:
-        model: the network; its current weights are the linearization point.
-        names: the parameters that vary.
-        slots: their places in the flat vector.
-        size: length of the flat vector.
-        class_axis: the axis of the network's output that holds the classes, see
-            :func:`tu_symmetry.laplace.outputs.class_axis_of`.
-        joins: whether batches may be joined to larger ones.
+    ``slots`` are their places in the flat vector of length ``size``, ``class_axis`` is that of :mod:`.outputs`, and
+    ``joins`` whether batches may be joined to larger ones.
     """
 
     joins = True
@@ -197,9 +150,8 @@ class TangentModel:
         self.size = 0
         own = dict(model.named_parameters())
         for name in self.names:
-            count = own[name].numel()
-            self.slots[name] = Slot(self.size, self.size + count, tuple(own[name].shape))
-            self.size += count
+            self.slots[name] = Slot(self.size, self.size + own[name].numel(), tuple(own[name].shape))
+            self.size = self.slots[name].stop
         self._forward_mode = True
         self._vectorized = True
         self._linearizes = True
@@ -214,7 +166,7 @@ class TangentModel:
         return as_outputs(found, batch, self.class_axis)
 
     def checked(self, found: Any, batch: int) -> Tensor:
-        """The same, with NaN and infinite values refused."""
+        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, all finite."""
         return check_outputs(found, batch, self.class_axis)
 
     def in_own_shape(self, inputs: Any, values: Tensor) -> Tensor:
@@ -222,15 +174,20 @@ class TangentModel:
         with evaluating(self.model), torch.no_grad():
             args, kwargs = arguments(rows_of(inputs, slice(0, 1)))
             found = self.model(*args, **kwargs)
-        return in_own_shape(values, raw_shape(found, self.class_axis), self.class_axis)
+        return in_own_shape(values, tensor_in(found, self.class_axis).shape, self.class_axis)
+
+    def point(self) -> Tensor:
+        """The linearization point, ``[size]``."""
+        return self.flatten(self.parameters())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """The chosen parameters by name, without gradient history; shared with the module."""
+        weights = self.weights()
+        return {name: weights[name] for name in self.names}
 
     def weights(self) -> dict[str, Tensor]:
         """All parameters, without gradient history; shared with the module."""
         return {name: p.detach() for name, p in self.model.named_parameters()}
-
-    def point(self) -> Tensor:
-        """The linearization point, ``[size]``."""
-        return self.flatten(self.weights())
 
     def fingerprint(self) -> str:
         """A digest of all parameters and buffers: two networks with the same one compute the same function."""
@@ -254,18 +211,13 @@ class TangentModel:
 
     def function(self, inputs: Any) -> Callable[[dict[str, Tensor]], Tensor]:
         """The outputs on ``inputs`` as a function of the chosen parameters."""
-        weights = self.weights()
+        weights, (args, kwargs) = self.weights(), arguments(inputs)
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
-            args, kwargs = arguments(inputs)
-            return self.read(functional_call(self.model, {**weights, **parameters}, args, kwargs), batch_size(inputs))
+            found = functional_call(self.model, {**weights, **parameters}, args, kwargs)
+            return self.read(found, batch_size(inputs))
 
         return outputs
-
-    def parameters(self) -> dict[str, Tensor]:
-        """The chosen parameters by name."""
-        weights = self.weights()
-        return {name: weights[name] for name in self.names}
 
     def outputs(self, inputs: Any) -> Tensor:
         """``f(x)`` at the linearization point, ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
@@ -313,14 +265,13 @@ class TangentModel:
         with torch.enable_grad():
             pullback = vjp(self.function(inputs), self.parameters())[1]
             (gradient,) = pullback(cotangent)
-        return self.flatten({name: _own(g, inputs) for name, g in gradient.items()})
+        return _own(self.flatten(gradient), inputs)
 
     def linearize(self, inputs: Any) -> Linearization:
         """The network on a batch, run once for all products that follow.
 
-        Where an operator cannot be linearized ahead, products run the network again, as :meth:`jvp` does. That is tried
-        on a few products with the first batch of a structure, for torch's ``linearize`` gives wrong ones for some
-        operators (``nn.LSTM``, where they even change from call to call), and no error.
+        Where an operator cannot be linearized ahead, products run the network again, as :meth:`jvp` does. torch's
+        ``linearize`` gives wrong products for some (``nn.LSTM``): the first batch of a structure is tried on a few.
         """
         load_forward_mode()
         function, point = self.function(inputs), self.parameters()
@@ -329,62 +280,62 @@ class TangentModel:
         outputs = check_outputs(outputs.detach(), batch_size(inputs))
 
         def pull(cotangent: Tensor) -> Tensor:
-            (gradient,) = pullback(cotangent)
-            return self.flatten({name: g.detach() for name, g in gradient.items()})
+            return self.flatten(pullback(cotangent)[0]).detach()
 
         def again(vector: Tensor) -> Tensor:
             return self.jvp(inputs, vector)[1]
 
-        if not (self._forward_mode and self._linearizes):
+        found = self._pushforward(function, point) if self._forward_mode and self._linearizes else None
+        kind = structure(inputs)
+        self._linearizes = found is not None and (kind in self._tried or self._agree(found, again))
+        if found is None or not self._linearizes:
             return Linearization(outputs, again, pull)
+        self._tried.add(kind)
+        return Linearization(outputs, found, pull)
+
+    def _pushforward(
+        self, function: Callable[[dict[str, Tensor]], Tensor], point: dict[str, Tensor]
+    ) -> Callable[[Tensor], Tensor] | None:
         try:
             with torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of torch's own about how it folds constants
                 pushforward = linearize(function, point)[1]
         except (NotImplementedError, RuntimeError):
-            self._linearizes = False
-            return Linearization(outputs, again, pull)
+            return None
 
         def push(vector: Tensor) -> Tensor:
             with torch.no_grad():
                 found: Tensor = pushforward(self.unflatten(vector))
             return found
 
-        kind = structure(inputs)
-        if kind in self._tried:
-            return Linearization(outputs, push, pull)
+        return push
+
+    def _agree(self, push: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor]) -> bool:
+        """Whether products are those of :meth:`jvp`, also in later calls."""
         trial = self.point()
         trial = torch.randn(trial.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(trial)
         expected, limit = again(trial), 1e-9 if trial.dtype == torch.float64 else 1e-3
-        for factor in (1.0, -3.0, 0.0, 1.0):
-            difference = (push(factor * trial) - factor * expected).norm()
-            if not float(difference) <= limit * float(expected.norm()):
-                self._linearizes = False
-                return Linearization(outputs, again, pull)
-        self._tried.add(kind)
-        return Linearization(outputs, push, pull)
+        return all(
+            float((push(factor * trial) - factor * expected).norm()) <= limit * float(expected.norm())
+            for factor in (1.0, -3.0, 0.0, 1.0)
+        )
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """The transposed Jacobian of every sample times its own cotangent, ``[batch, size]``.
-
-        The batch must be small: this holds one gradient for each sample.
-        """
+        """The transposed Jacobian of each sample times its own cotangent, ``[batch, size]``; for small batches."""
         point = self.parameters()
 
-        def one(row: Any, direction: Tensor) -> dict[str, Tensor]:
+        def one(row: Any, direction: Tensor) -> Tensor:
             pullback = vjp(self.function(mapped(lambda own: own.unsqueeze(0), row)), point)[1]
-            return pullback(direction.unsqueeze(0))[0]
+            return self.flatten(pullback(direction.unsqueeze(0))[0])
 
-        with torch.enable_grad():
-            if self._vectorized:
-                try:
-                    gradients = vmap(one)(inputs, cotangent)
-                    flat = [gradients[name].reshape(len(cotangent), -1) for name in self.names]
-                    return _own(torch.cat(flat, dim=1), inputs)
-                except RuntimeError:  # an operator that cannot be vectorized; others fail again below
-                    self._vectorized = False
-            rows = [rows_of(inputs, slice(i, i + 1)) for i in range(len(cotangent))]
-            return torch.stack([self.vjp(row, cotangent[i : i + 1]) for i, row in enumerate(rows)])
+        if self._vectorized:
+            try:
+                with torch.enable_grad():
+                    return _own(vmap(one)(inputs, cotangent), inputs)
+            except RuntimeError:  # an operator that cannot be vectorized; others fail again below
+                self._vectorized = False
+        rows = [slice(i, i + 1) for i in range(len(cotangent))]
+        return torch.stack([self.vjp(rows_of(inputs, row), cotangent[row]) for row in rows])
 
 
 def _own(found: Tensor, inputs: Any) -> Tensor:
@@ -426,11 +377,7 @@ class LastLayerModel(TangentModel):
         return LastLayerModel(self.model if model is None else model, self.layer, class_axis=self.class_axis)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
-        """The layer's input with a 1 for the bias ``[batch, features]``, and the outputs.
-
-        Raises:
-            ValueError: where the layer's output is not the network's output.
-        """
+        """The layer's input ``[batch, ..., features]``, and the outputs, which have to be those of the layer."""
         seen: list[tuple[Tensor, Tensor]] = []
         handle = self.model.get_submodule(self.layer).register_forward_hook(
             lambda _module, args, output: seen.append((args[0], output))
@@ -439,116 +386,72 @@ class LastLayerModel(TangentModel):
             outputs = self.outputs(inputs)
         finally:
             handle.remove()
-        if len(seen) != 1 or seen[0][1].shape != outputs.shape or not torch.equal(seen[0][1], outputs):
+        if len(seen) != 1 or not _equal(seen[0][1], outputs):
             raise ValueError(
                 f"the output of {self.layer!r} is not the network's output (something follows it, or it is used "
                 "several times): choose curvature='full' or 'kfac' with parameters=[...] instead of 'last_layer'"
             )
         return seen[0][0], outputs
 
-    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs, and the layer applied with the vector's weights."""
-        features, outputs = self.features(inputs)
-        return outputs, self._apply(features, vector)
-
-    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
-        """The layer applied with the weights of each vector."""
-        features, _ = self.features(inputs)
-        return torch.stack([self._apply(features, vector) for vector in vectors])
-
     def linearize(self, inputs: Any) -> Linearization:
         """The layer's inputs, which are its Jacobian."""
         features, outputs = self.features(inputs)
 
+        def push(vector: Tensor) -> Tensor:
+            own = self.unflatten(vector)
+            return nn.functional.linear(features, own[self._weight], own.get(self._bias))
+
         def pull(cotangent: Tensor) -> Tensor:
-            return self._pulled(features, cotangent)
+            rows = cotangent.flatten(0, -2)
+            return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
 
-        return Linearization(outputs, lambda vector: self._apply(features, vector), pull)
+        return Linearization(outputs, push, pull)
 
-    def _apply(self, features: Tensor, vector: Tensor) -> Tensor:
-        own = self.unflatten(vector)
-        return nn.functional.linear(features, own[self._weight], own.get(self._bias))
+    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs, and the layer applied with the vector's weights."""
+        own = self.linearize(inputs)
+        return own.outputs, own.push(vector)
+
+    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
+        """The layer applied with the weights of each vector."""
+        return torch.stack([*map(self.linearize(inputs).push, vectors)])
 
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Sum of the outer products of cotangents and features."""
-        return self._pulled(self.features(inputs)[0], cotangent)
-
-    def _pulled(self, features: Tensor, cotangent: Tensor) -> Tensor:
-        rows = cotangent.flatten(0, -2)
-        return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
+        return self.linearize(inputs).pull(cotangent)
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Outer product of each sample's cotangent and features, summed over its positions."""
-        features, _ = self.features(inputs)
-        if cotangent.ndim == 3:
-            parts = {self._weight: (cotangent.mT @ features).flatten(1), self._bias: cotangent.sum(1)}
-        else:
-            parts = {
-                self._weight: (cotangent.unsqueeze(-1) * features.unsqueeze(-2)).flatten(1),
-                self._bias: cotangent,
-            }
+        features, count = self.features(inputs)[0], len(cotangent)
+        rows, columns = (t.reshape(count, -1, t.shape[-1]) for t in (features, cotangent))
+        parts = {self._weight: (columns.mT @ rows).flatten(1), self._bias: columns.sum(1)}
         return torch.cat([parts[name] for name in self.names], dim=1)
 
 
-def last_linear(model: nn.Module) -> str:
-    """Name of the last linear layer in the order of definition.
+def last_layer(model: nn.Module, inputs: Any = None, *, linear: bool = False) -> str:
+    """Name of the innermost module with parameters that finishes last in a forward pass, or else is defined last.
 
-    Raises:
-        ValueError: where there is none.
+    With ``linear`` it is the linear layer whose output is the network's output. A ``ValueError`` where there is none.
     """
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not found:
-        raise ValueError("the model has no nn.Linear layer, so that there is no last layer with a closed form")
-    return found[-1]
-
-
-def last_module(model: nn.Module) -> str:
-    """Name of the module that owns the last parameters, in the order of definition.
-
-    Raises:
-        ValueError: no parameters at all.
-    """
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False)]
+    owners = [name.partition(".parametrizations.")[0] for name in owners]
+    if linear:
+        owners = [name for name in owners if isinstance(model.get_submodule(name), nn.Linear)]
     if not owners:
-        raise ValueError("the model has no parameters, so that it has no last layer")
-    return owners[-1].partition(".parametrizations.")[0]
+        what = "nn.Linear layer" if linear else "parameters"
+        raise ValueError(f"the model has no {what}, so that there is no last layer with a closed form")
+    called = [] if inputs is None else _called(model, inputs)
+    for name, output in reversed(called):
+        if name not in owners:
+            continue
+        inside = [other for other, _ in called if other != name and other.startswith(f"{name}." if name else "")]
+        if _equal(output, tensor_in(called[-1][1])) if linear else not set(inside) & set(owners):
+            return name
+    return owners[-1]
 
 
-def last_called(model: nn.Module, inputs: Any) -> str:
-    """Name of the module with parameters that finishes last in a forward pass, apart from those that contain another.
-
-    Only the innermost counts: a transformer that owns its class token finishes after its head, and contains it.
-    """
-    order = [name for name, _ in _called(model, inputs)]
-    owners = {name.rpartition(".")[0].partition(".parametrizations.")[0] for name, _ in model.named_parameters()}
-    called = [name for name in order if name in owners]
-    innermost = [
-        n for n in called if not any(other != n and other.startswith(n + "." if n else "") for other in called)
-    ]
-    return innermost[-1] if innermost else last_module(model)
-
-
-def closed_form_layer(model: nn.Module, inputs: Any) -> str:
-    """Name of the linear layer whose output is the network's output; where there is none, of the last that is defined.
-
-    Raises:
-        ValueError: no linear layer at all.
-    """
-    called = _called(model, inputs)
-    final = called[-1][1] if called else None
-    found = [
-        name
-        for name, output in called
-        if name and isinstance(model.get_submodule(name), nn.Linear) and _is_output(output, final)
-    ]
-    return found[-1] if found else last_linear(model)
-
-
-def _is_output(output: Any, final: Any) -> bool:
-    for inner in (final, getattr(final, "logits", None), final.get("logits") if isinstance(final, Mapping) else None):
-        if isinstance(inner, Tensor) and isinstance(output, Tensor) and inner.shape == output.shape:
-            return torch.equal(inner, output)
-    return False
+def _equal(output: Tensor, other: Tensor) -> bool:
+    return output.shape == other.shape and torch.equal(output, other)
 
 
 def _called(model: nn.Module, inputs: Any) -> list[tuple[str, Any]]:

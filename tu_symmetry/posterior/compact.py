@@ -117,7 +117,6 @@ class CompactPosterior:
         model: nn.Module | None = None,
         dataloader: Iterable[Any] | None = None,
         buffers: Collection[str] | None = None,
-        generator: torch.Generator | None = None,
         certify: bool = True,
     ) -> CompactPosterior:
         """Fit the posterior to networks.
@@ -134,7 +133,6 @@ class CompactPosterior:
             model: for activation matching.
             dataloader: for activation matching.
             buffers: without a graph, the names of the entries that are no weights; integer entries never are.
-            generator: source of the alignment's random choices.
             certify: measure the change of outputs; the metadata take the network whose outputs changed most, as
                 ``certificate``, or why nothing was measured, as ``uncertified``.
 
@@ -169,7 +167,6 @@ class CompactPosterior:
                 match_on=match_on,
                 model=model,
                 dataloader=dataloader,
-                generator=generator,
                 certify=certify,
             )
             members = alignment.states

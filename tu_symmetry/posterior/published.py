@@ -1,24 +1,29 @@
-"""Folders of checkpoints as posterior samples, one network at a time; the published data set of arXiv 2310.08287.
+"""Folders and archives of checkpoints as posterior samples, one network at a time.
 
-The data set is ``torch-uncertainty/Checkpoints`` on Hugging Face: thousands of independently trained networks. How its
-files are laid out is not taken for granted: :func:`list_checkpoints` lists what is there, and a folder with files of
-one architecture is one set of samples.
+Made for ``torch-uncertainty/Checkpoints`` on Hugging Face (arXiv 2310.08287): thousands of independently trained
+networks in archives such as ``models/cifar100-resnet18/cifar100-resnet18-0-1023.tgz``, which are read as streams.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, State, layout_of, load_state, require_same
 
 CHECKPOINTS = "torch-uncertainty/Checkpoints"
-SUFFIXES = (".pt", ".pth", ".ckpt", ".safetensors")
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+ARCHIVES = (".tgz", ".tar.gz", ".tar", ".tar.bz2", ".tar.xz")
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class CheckpointFolder:
 
     Attributes:
         folder: relative to where was looked; ``.`` for that folder itself.
-        files: the checkpoints in it, in the order of the numbers in their names.
+        files: the checkpoints in it and the archives of checkpoints, in the order of the numbers in their names.
     """
 
     folder: str
@@ -35,7 +40,7 @@ class CheckpointFolder:
 
 
 def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> list[CheckpointFolder]:
-    """The folders that hold checkpoints, below a local folder or in a data set of Hugging Face.
+    """The folders that hold checkpoints or archives of them, below a local folder or in a data set of Hugging Face.
 
     Args:
         source: an existing folder, or the name of a data set.
@@ -54,10 +59,11 @@ def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> list[Check
             raise SampleFileError(_unreachable(str(source), error)) from error
     by_folder: dict[str, list[str]] = {}
     for name in names:
-        if name.endswith(SUFFIXES):
+        if name.endswith((*SUFFIXES, *ARCHIVES)):
             by_folder.setdefault(Path(name).parent.as_posix(), []).append(name)
     if not by_folder:
-        raise SampleFileError(f"{source} holds no {', '.join(SUFFIXES)} file; it has {sorted(names)[:6]}")
+        kinds = ", ".join((*SUFFIXES, *ARCHIVES))
+        raise SampleFileError(f"{source} holds no {kinds} file; it has {sorted(names)[:6]}")
     return [CheckpointFolder(f, tuple(sorted(files, key=_natural))) for f, files in sorted(by_folder.items())]
 
 
@@ -72,10 +78,13 @@ def collect_checkpoints(
     per_shard: int = 16,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> SampleStore:
-    """Stream a folder of checkpoints into a sample store, in memory no more than one shard at a time.
+    """Stream a folder of checkpoints into a sample store, in memory no more than one shard and one network at a time.
 
-    The networks are chains ``0, 1, ...`` in the order of their names. A call that was interrupted resumes.
-    Files of a data set are fetched one by one, and stay in the cache of ``huggingface_hub``.
+    Networks are numbered in the order of their files, within an archive in the archive's order; they become chains
+    ``0, 1, ...`` from number ``start`` on, in the dtypes that they have. Archives are neither unpacked nor, from
+    Hugging Face, downloaded: they are read up to the last network that is wanted. Those whose names end with the
+    numbers of their networks (``-1024-2047.tgz``) are left out where nothing in them is wanted. Single files of a data
+    set are fetched one by one into the cache of ``huggingface_hub``. A call that was interrupted resumes.
 
     Args:
         out: folder of the store; new, or of an interrupted call.
@@ -85,7 +94,7 @@ def collect_checkpoints(
         start: number of the first network.
         count: number of networks; all that follow by default.
         per_shard: networks in each file of the store.
-        progress: receives ``done``, ``total`` and ``file`` after each network.
+        progress: receives ``done``, ``total`` (None where archives do not say) and ``file`` after each network.
 
     Raises:
         SampleFileError: no such folder or data set; a file that is damaged, or of another architecture than the first.
@@ -98,54 +107,165 @@ def collect_checkpoints(
             f"{source} has no folder {folder!r} with checkpoints; it has "
             f"{ {name: len(f.files) for name, f in list(found.items())[:12]} } (folder: number of files)"
         )
+    if per_shard < 1 or start < 0 or (count is not None and count < 1):
+        raise ValueError(f"got start={start}, count={count}, per_shard={per_shard}; they are at least 0, 1 and 1")
     files = found[key].files
-    left = len(files) - start
-    if start < 0 or left < 1 or (count is not None and not 1 <= count <= left):
+    known = None if any(map(_is_archive, files)) else len(files)
+    if known is not None:
+        _require_enough(known, start, count, folder, source)
+    store = _opened(Path(out), source, key)
+    done = set(store.chains)
+    first = layout_of({n: t[0] for n, t in store.stack([0]).items()}) if len(store) else None
+    total = count if count is not None or known is None else known - start
+    held: list[State] = []
+    chains: list[int] = []
+
+    def flush() -> None:
+        if held:
+            store.append(held, chain=chains, step=[0] * len(chains))
+            held.clear()
+            chains.clear()
+
+    end, number = None if count is None else start + count, start - 1
+    try:
+        for number, name, load in _networks(source, files, start, end, {start + k for k in done}):
+            if load is None:
+                continue
+            state = load(prefix)
+            first = first or layout_of(state)
+            require_same(layout_of(state), first, name, "the networks before it", SampleFileError)
+            held.append(state)
+            del state  # else it would be there while the next one is read
+            chains.append(number - start)
+            if len(held) == per_shard:
+                flush()
+            done.add(number - start)
+            if progress is not None:
+                progress({"done": len(done), "total": total, "file": name})
+    except SampleFileError:
+        flush()
+        raise
+    flush()
+    _require_enough(number + 1, start, count, folder, source)
+    return store
+
+
+Load = Callable[[str], State]
+
+
+def _networks(
+    source: str | os.PathLike[str], files: Sequence[str], start: int, end: int | None, done: set[int]
+) -> Iterator[tuple[int, str, Load | None]]:
+    """Numbers and names of networks from ``start`` on, with what loads each; without, where it is done already."""
+    number = 0
+    for file in files:
+        if end is not None and number >= end:
+            return
+        if not _is_archive(file):
+            if number >= start:
+                yield number, file, None if number in done else _of_file(source, file)
+            number += 1
+            continue
+        size, first = _size_by_name(file), number
+        if size is not None and done.issuperset(range(max(number, start), min(number + size, end or number + size))):
+            number += size
+            if number > start:
+                yield number - 1, file, None
+            continue
+        for name, load in _members(source, file):
+            if end is not None and number >= end:
+                return
+            if number >= start:
+                yield number, name, None if number in done else load
+            number += 1
+        if size is not None and number - first != size:
+            raise SampleFileError(f"{file} holds {number - first} networks, and its name says {size}")
+
+
+def _members(source: str | os.PathLike[str], file: str) -> Iterator[tuple[str, Load]]:
+    """The networks of an archive, in its order; each is to be loaded before the next one is asked for."""
+    count = 0
+
+    @contextmanager
+    def reading() -> Iterator[None]:
+        try:
+            yield
+        except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+            raise SampleFileError(
+                f"{file} of {source} cannot be read beyond {count} networks ({type(error).__name__}: {error}): it is "
+                "truncated or damaged, or the connection broke. Those are stored; mend it, and the same call goes on"
+            ) from error
+
+    with reading(), _stream(source, file) as stream, tarfile.open(fileobj=stream, mode="r|*") as archive:
+        for member in archive:
+            path = Path(member.name)
+            if not member.isfile() or path.suffix not in SUFFIXES or path.name.startswith("."):
+                continue
+            name = f"{file}: {member.name}"
+
+            def load(prefix: str, member: tarfile.TarInfo = member, name: str = name) -> State:
+                with reading(), tempfile.TemporaryDirectory() as scratch:
+                    copy = Path(scratch) / Path(member.name).name
+                    with copy.open("wb") as target:
+                        shutil.copyfileobj(cast("IO[bytes]", archive.extractfile(member)), target, 1 << 20)
+                    try:
+                        return load_state(copy, prefix=prefix)
+                    except SampleFileError as error:
+                        raise SampleFileError(f"in {name}: {error}") from error
+
+            yield name, load
+            count += 1
+
+
+def _of_file(source: str | os.PathLike[str], file: str) -> Load:
+    return lambda prefix: load_state(_local(source, file), prefix=prefix)
+
+
+def _is_archive(file: str) -> bool:
+    return file.endswith(ARCHIVES)
+
+
+def _size_by_name(file: str) -> int | None:
+    """How many networks an archive holds by the first and last number at the end of its name."""
+    found = re.search(r"-(\d+)-(\d+)\.[a-z.0-9]+$", file)
+    size = int(found[2]) - int(found[1]) + 1 if found else 0
+    return size if size > 0 else None
+
+
+def _require_enough(there: int, start: int, count: int | None, folder: str, source: str | os.PathLike[str]) -> None:
+    if there - start < (count or 1):
         raise ValueError(
-            f"{folder} of {source} holds {len(files)} checkpoints, {'all' if count is None else count} from number "
-            f"{start} on are wanted"
+            f"{folder} of {source} holds no more than {there} checkpoints, {'all' if count is None else count} from "
+            f"number {start} on are wanted"
         )
-    if per_shard < 1:
-        raise ValueError(f"per_shard must be at least 1, got {per_shard}")
-    files = files[start : None if count is None else start + count]
-    out = Path(out)
-    there = SampleStore.open_if_there(out)
-    if there is not None:
-        store = there
-        if (store.metadata.get("source"), store.metadata.get("subfolder")) != (str(source), key):
-            raise SampleFileError(f"{out} holds samples of {store.metadata}, not of {folder} of {source}")
-    else:
-        store = SampleStore.create(
+
+
+def _opened(out: Path, source: str | os.PathLike[str], key: str) -> SampleStore:
+    store = SampleStore.open_if_there(out)
+    if store is None:
+        return SampleStore.create(
             out, architecture=key, method="checkpoints", seed=None, source=str(source), subfolder=key
         )
-    done = set(store.chains)
-    waiting = [k for k in range(len(files)) if k not in done]
-    first = {n: t[0] for n, t in store.stack([0]).items()} if len(store) else None
-    held: list[State] = []
-    numbers: list[int] = []
-    for position, k in enumerate(waiting):
-        path = _local(source, files[k])
-        state = load_state(path, prefix=prefix)
-        expected = first or (None if not held else held[0])
-        if expected is not None:
-            require_same(layout_of(state), layout_of(expected), str(path), "the files before it", SampleFileError)
-        held.append(state)
-        numbers.append(k)
-        if progress is not None:
-            progress({"done": len(done) + position + 1, "total": len(files), "file": files[k]})
-        if len(held) == per_shard or position == len(waiting) - 1:
-            store.append(held, chain=numbers, step=[0] * len(numbers))
-            first = first or held[0]
-            held, numbers = [], []
+    if (store.metadata.get("source"), store.metadata.get("subfolder")) != (str(source), key):
+        raise SampleFileError(f"{out} holds samples of {store.metadata}, not of {key} of {source}")
     return store
+
+
+def _stream(source: str | os.PathLike[str], file: str) -> IO[bytes]:
+    if Path(source).is_dir():
+        return (Path(source) / file).open("rb")
+    try:
+        stream: IO[bytes] = _hub().HfFileSystem().open(f"datasets/{source}/{file}", "rb")
+    except Exception as error:
+        raise SampleFileError(_unreachable(str(source), error)) from error
+    return stream
 
 
 def _local(source: str | os.PathLike[str], name: str) -> Path:
     if Path(source).is_dir():
         return Path(source) / name
-    hub = _hub()
     try:
-        return Path(hub.hf_hub_download(str(source), name, repo_type="dataset"))
+        return Path(_hub().hf_hub_download(str(source), name, repo_type="dataset"))
     except Exception as error:
         raise SampleFileError(_unreachable(str(source), error)) from error
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 
 class Brief:
@@ -11,7 +14,7 @@ class Brief:
 
     def facts(self) -> list[tuple[str, str]]:
         """What is worth seeing at a glance: names and short texts."""
-        raise NotImplementedError
+        return [(name.replace("_", " "), shorten(value)) for name, value in vars(self).items()]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}: {text}' for name, text in self.facts())})"
@@ -26,14 +29,16 @@ class Brief:
         return f"<table><caption>{html.escape(type(self).__name__)}</caption>{rows}</table>"
 
 
-def change(before: float, after: float) -> str:
-    """``12.3 -> 4.56``."""
-    return f"{before:.4g} -> {after:.4g}"
-
-
-def span(values: Sequence[float]) -> str:
-    """The mean of some numbers, and their range where they differ: ``3.5 (2 to 5)``."""
-    if not values:
-        return "none"
-    mean = f"{sum(values) / len(values):.4g}"
-    return mean if min(values) == max(values) else f"{mean} ({min(values):.4g} to {max(values):.4g})"
+def shorten(value: Any) -> str:
+    """A number, a word, the mean and the range of numbers, or how many entries there are."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping) and not any(isinstance(v, Tensor) for v in value.values()):
+        return ", ".join(f"{key} {shorten(v)}" for key, v in value.items()) or "none"
+    if isinstance(value, Sequence) and value and all(isinstance(v, (int, float)) for v in value):
+        low, high = min(value), max(value)
+        mean = shorten(sum(value) / len(value))
+        return mean if low == high else f"{mean} ({shorten(float(low))} to {shorten(float(high))})"
+    if isinstance(value, (Mapping, Sequence)) and not isinstance(value, str):
+        return f"{len(value)} entries"
+    return str(value)

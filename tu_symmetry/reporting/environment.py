@@ -9,17 +9,8 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = (
-    "tu-symmetry",
-    "torch",
-    "torchvision",
-    "pyro-ppl",
-    "lightning",
-    "torchmetrics",
-    "scikit-learn",
-    "scipy",
-    "numpy",
-)
+PACKAGES = ["tu-symmetry", "torch", "torchvision", "pyro-ppl", "lightning", "torchmetrics"]
+PACKAGES += ["scikit-learn", "scipy", "numpy"]
 
 
 def describe_environment(device: torch.device) -> dict[str, str | int]:

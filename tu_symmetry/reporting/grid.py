@@ -1,35 +1,17 @@
-"""A small table of strings: printed in a terminal, written as Markdown, CSV and LaTeX, kept as JSON."""
+"""A small table of strings: printed in a terminal, written as Markdown, kept as JSON."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from tu_symmetry.files import write_text
-
-_NUMBER = r"[-−+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
-_MEASURED = re.compile(rf"({_NUMBER})(?: ± ({_NUMBER}))?")  # a number, or one with its standard error or deviation
-_NOTHING = ("", "-", "–", "—")
-_LATEX = {
-    **{c: rf"\{c}" for c in "&%$#_{}"},
-    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
-    **{"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "–": "--", "—": "---", "−": "$-$"},
-    **{"±": r"$\pm$", "→": r"$\to$", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "×": r"$\times$", "·": r"$\cdot$"},
-    **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "θ": r"$\theta$", "λ": r"$\lambda$", "σ": r"$\sigma$"},  # noqa: RUF001
-    **{"≤": r"$\leq$", "≥": r"$\geq$", "≈": r"$\approx$", "∞": r"$\infty$", "²": "$^2$", "°": r"$^\circ$"},
-}
 
 
 @dataclass(frozen=True)
@@ -66,54 +48,6 @@ class Grid:
         ]
         return "\n".join([*lines, "", self.caption] if self.caption else lines)
 
-    def csv(self) -> str:
-        """Comma-separated values for a program to read: one number in a cell, no number as an empty cell.
-
-        A number with ``±`` takes two columns, ``NAME`` and ``NAME ±``. Secondary values take columns of their own:
-        ``NAME (paper)`` where the first cell of every row says so below its name, else ``NAME (2)``. Thousands
-        separators are left out.
-        """
-        seconds = {tuple(row[0].split("\n")[1:]) for row in self.rows if row}
-        named = len(seconds) == 1 and len(next(iter(seconds))) > 0
-        columns: list[list[str]] = []
-        for j, header in enumerate(self.header):
-            cells = [row[j].split("\n") for row in self.rows]
-            for k in range(1 if j == 0 and named else max((len(cell) for cell in cells), default=1)):
-                said = next(iter(seconds)) if named else ()
-                name = " ".join(header.split()) + (f" ({said[k - 1] if k <= len(said) else k + 1})" if k else "")
-                parts = [_parts(cell[k]) if k < len(cell) else ("", "") for cell in cells]
-                columns.append([name, *(value for value, _ in parts)])
-                if any(error for _, error in parts):
-                    columns.append([f"{name} ±", *(error for _, error in parts)])
-        written = io.StringIO()
-        csv.writer(written, lineterminator="\n").writerows(zip(*columns, strict=True))
-        return written.getvalue()
-
-    def latex(self) -> str:
-        r"""A ``tabular`` with the rules of booktabs: text escaped, ``$a \pm b$``, secondary values in italics."""
-
-        def cell(text: str) -> str:
-            first, *more = text.split("\n")
-            return " ".join([_in_latex(first), *(rf"\textit{{{_in_latex(m)}}}" for m in more if m)]).strip()
-
-        def line(cells: Iterable[str]) -> str:
-            return " & ".join(cells) + r" \\"
-
-        comments = [f"% {text}" for text in [self.title, *self.caption.split("\n")] if text]
-        return "\n".join(
-            [
-                *comments,
-                rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
-                r"\toprule",
-                line(_in_latex(" ".join(h.split())) for h in self.header),
-                r"\midrule",
-                *(line(cell(c) for c in row) for row in self.rows),
-                r"\bottomrule",
-                r"\end{tabular}",
-                "",
-            ]
-        )
-
     def print(self, console: Console) -> None:
         """Print with rich, secondary values dimmed."""
         table = Table(
@@ -122,16 +56,9 @@ class Grid:
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
         for row in self.rows:
-            table.add_row(*(self._rich(c) for c in row))
+            cells = [text.partition("\n") for text in row]
+            table.add_row(*(Text.assemble(first, (end + more, "dim")) for first, end, more in cells))
         console.print(table)
-
-    @staticmethod
-    def _rich(text: str) -> Text:
-        first, *more = text.split("\n")
-        rich = Text(first)
-        for line in more:
-            rich.append("\n" + line, style="dim")
-        return rich
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -154,44 +81,3 @@ def verdict(excess: Sequence[float]) -> str:
     if abs(mean) <= (error or 0.0):
         return "not resolved (within one standard error)"
     return "held" if mean > 0 else "did not hold"
-
-
-def write_grids(folder: Path, grids: Sequence[Grid]) -> list[Path]:
-    """Write every table as CSV and LaTeX, each whole or not at all, into files with the table's title as name."""
-    written: list[Path] = []
-    for grid in grids:
-        name = re.sub(r"[^a-z0-9]+", "-", grid.title.lower()).strip("-")[:80].strip("-") or "table"
-        taken = {path.stem for path in written}
-        stem = next(n for n in (name, *(f"{name}-{k}" for k in range(2, len(grids) + 1))) if n not in taken)
-        for suffix, text in ((".csv", grid.csv()), (".tex", grid.latex())):
-            path = folder / (stem + suffix)
-            write_text(path, text)
-            written.append(path)
-    return written
-
-
-def _parts(text: str) -> tuple[str, str]:
-    """Value and spread of a cell as a program reads them."""
-    text = text.strip()
-    if text in _NOTHING:
-        return "", ""
-    measured = _MEASURED.fullmatch(text)
-    if measured is None:
-        return text, ""
-    value, error = (part.replace(",", "").replace("−", "-") if part else "" for part in measured.groups())
-    return value, error
-
-
-def _in_latex(text: str) -> str:
-    measured = _MEASURED.fullmatch(text.strip())
-    if measured is None:
-        return "".join(_LATEX.get(c, c) for c in text)
-    value, error = (_number_in_latex(part) if part else "" for part in measured.groups())
-    if error:
-        return rf"${value} \pm {error}$"
-    return value if re.fullmatch(r"[\d.]+", value) else f"${value}$"
-
-
-def _number_in_latex(text: str) -> str:
-    mantissa, _, exponent = text.replace("−", "-").replace(",", "{,}").lower().partition("e")
-    return rf"{mantissa} \times 10^{{{int(exponent)}}}" if exponent else mantissa

@@ -1,12 +1,7 @@
-"""What a run shows: which commands there are, bars with rates for the one at work, and what comes next.
-
-Long computations of the functional core print nothing; they call ``progress`` with ``{"stage": ..., ...}``, which
-:func:`show_progress` turns into lines with rate and time left.
-"""
+"""What a run shows: which commands there are, a bar for the one at work or lines in a log file, and what comes next."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,15 +11,12 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    ProgressColumn,
     SpinnerColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
-from rich.text import Text
 
 from tu_symmetry.reporting.grid import Grid
 
@@ -39,48 +31,66 @@ class Tracker(Protocol):
 Progress = Callable[[dict[str, Any]], None]
 """What the argument ``progress`` of a long computation takes: it is called with ``{"stage": ..., ...}``."""
 Track = Callable[[str, int], AbstractContextManager[Tracker]]
+_COUNTERS = ("batch", "iteration", "step")  # what a stage counts its steps by
 
 
-class _Rate(ProgressColumn):
-    """Steps in a second, or seconds a step where a step takes longer."""
+class StageProgress:
+    """One line of what a computation says of itself: its stage, how far, how fast, how long still.
 
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        if not speed:
-            return Text("")
-        return Text(f"{speed:.1f}/s" if speed >= 1 else f"{1 / speed:.1f} s each", style="cyan")
+    Args:
+        title: in front of every line.
+        clock: seconds.
+    """
+
+    def __init__(self, title: str = "", *, clock: Callable[[], float] | None = None) -> None:
+        self.title, self._clock = title, clock or time.monotonic
+        self._stage: str | None = None
+        self._first = self._started = 0.0
+
+    def line(self, info: Mapping[str, Any]) -> str:
+        """What to show after a call with ``{"stage", "step", "batches", ...}``, the last one their number if known."""
+        now, stage, total = self._clock(), str(info.get("stage", "")), info.get("batches")
+        counter = next((name for name in _COUNTERS if name in info), "")
+        done = float(info.get(counter, 0.0))
+        if stage != self._stage or done < self._first:
+            self._stage, self._started, self._first = stage, now, done
+        steps, seconds = done - self._first, now - self._started
+        rate = steps / seconds if steps > 0 and seconds > 0 else 0.0
+        shown = f" {counter} {done:g}{f'/{total}' if total else ''}" if counter else ""
+        if rate > 0:
+            shown += f", {rate:.1f}/s" if rate >= 1 else f", {1 / rate:.1f} s each"
+        if rate > 0 and total:
+            shown += f", {_duration(max(0.0, total - done) / rate)} left"
+        hidden = {"stage", "batches", "wanted", counter}
+        figures = {k: v for k, v in info.items() if k not in hidden and isinstance(v, (int, float, str))}
+        title = f"{self.title}: " if self.title else ""
+        return f"{title}{stage}{shown}  {_figures(figures)}".rstrip()
 
 
-class _BarTracker:
-    def __init__(self, progress: Bars, task: Any) -> None:
-        self._progress, self._task = progress, task
-
-    def update(self, done: int, **info: float | str) -> None:
-        self._progress.update(self._task, completed=done, info=_figures(info))
-
-
-class _LineTracker:
+class _Lines:
     """Where there is no terminal: a line now and then."""
 
-    def __init__(self, console: Console, description: str, total: int, every: float = 15.0) -> None:
-        self._console, self._description, self._total, self._every = console, description, total, every
-        self._started = self._last = time.monotonic()
-        self._first: int | None = None
+    def __init__(self, title: str, console: Console, every: float) -> None:
+        self._stages, self._console, self._every = StageProgress(title), console, every
+        self._last = time.monotonic()
+
+    def show(self, info: dict[str, Any]) -> None:
+        line = self._stages.line(info)
+        if time.monotonic() - self._last >= self._every:
+            self._last = time.monotonic()
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Tracker:
+    def __init__(self, show: Callable[[int, dict[str, Any]], None]) -> None:
+        self._show = show
 
     def update(self, done: int, **info: float | str) -> None:
-        now = time.monotonic()
-        self._first = done if self._first is None else self._first
-        if now - self._last < self._every:
-            return
-        self._last = now
-        rate = (done - self._first) / (now - self._started)
-        left = f", {rate:.2g}/s, {(self._total - done) / rate:.0f} s left" if rate > 0 else ""
-        self._console.print(f"    {self._description}: {done}/{self._total}{left}  {_figures(info)}", highlight=False)
+        self._show(done, info)
 
 
 class _Status:
-    def __init__(self) -> None:
-        self.headline = self.memory = ""
+    headline = memory = ""
 
     def done(self, results: Mapping[str, Any]) -> None:
         """Take what a finished stage says in one line (its result ``headline``), and its peak of a GPU's memory."""
@@ -129,79 +139,26 @@ class Display:
                 Grid(**grid).print(self.console)
 
     @contextmanager
-    def track(self, description: str, total: int) -> Iterator[_BarTracker | _LineTracker]:
-        """A bar for one loop of ``total`` steps."""
+    def track(self, description: str, total: int) -> Iterator[Tracker]:
+        """A bar for one loop of ``total`` steps, or a line every 15 seconds."""
         if not self.console.is_terminal:
-            yield _LineTracker(self.console, description, total)
+            lines = _Lines("", self.console, 15.0)
+            yield _Tracker(lambda done, info: lines.show({"stage": description, "step": done, "batches": total} | info))
             return
-        progress = Bars(
+        bars = Bars(
             SpinnerColumn(),
             TextColumn("  {task.description}"),
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
-            _Rate(),
             TimeElapsedColumn(),
             TimeRemainingColumn(compact=True),
             TextColumn("[dim]{task.fields[info]}"),
             console=self.console,
             transient=True,
         )
-        with progress:
-            yield _BarTracker(progress, progress.add_task(description, total=total, info=""))
-
-
-_COUNTERS = ("batch", "iteration", "step")  # what a stage counts its steps by
-_WINDOW = 8  # steps that a rate of convergence is taken from
-
-
-class StageProgress:
-    """One line of what a computation says of itself: its stage, how far, how fast, how long still.
-
-    A stage that knows its number of steps (``batches``) is done after these. One that has converged when
-    ``gradient_norm`` is down to ``wanted`` is taken to go on as fast, in logarithms, as in its last few steps, which
-    is called ``about``.
-
-    Args:
-        title: in front of every line.
-        clock: seconds.
-    """
-
-    def __init__(self, title: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.title, self._clock = title, clock
-        self._stage: str | None = None
-        self._norms: list[tuple[float, float]] = []
-        self._first = self._started = 0.0
-
-    def line(self, info: Mapping[str, Any]) -> str:
-        """What to show after a call with ``info``."""
-        now = self._clock()
-        counter = next((name for name in _COUNTERS if name in info), None)
-        done = float(info[counter]) if counter is not None else 0.0
-        stage = str(info.get("stage", ""))
-        if stage != self._stage or done < self._first:
-            self._stage, self._started, self._first, self._norms = stage, now, done, []
-        total = info.get("batches")
-        steps, seconds = done - self._first, now - self._started
-        rate = steps / seconds if steps > 0 and seconds > 0 else 0.0
-        shown = "" if counter is None else f" {counter} {done:g}{f'/{total}' if total else ''}"
-        if rate > 0:
-            shown += f", {rate:.1f}/s" if rate >= 1 else f", {1 / rate:.1f} s each"
-        left = self._left(info, total, done, rate, now)
-        hidden = {"stage", "batches", "wanted", counter}
-        figures = {k: v for k, v in info.items() if k not in hidden and isinstance(v, (int, float, str))}
-        return f"{self.title}: {stage}{shown}{left}  {_figures(figures)}".rstrip()
-
-    def _left(self, info: Mapping[str, Any], total: Any, done: float, rate: float, now: float) -> str:
-        if total and rate > 0:
-            return f", {_duration(max(0.0, total - done) / rate)} left"
-        norm, wanted = info.get("gradient_norm"), info.get("wanted")
-        if not norm or not wanted or not math.isfinite(norm):
-            return ""
-        self._norms.append((now, math.log(norm / wanted)))
-        (before, high), (_, low) = self._norms[-min(len(self._norms), _WINDOW)], self._norms[-1]
-        if low <= 0 or high <= low or now <= before:
-            return ""
-        return f", about {_duration(low * (now - before) / (high - low))} left"
+        with bars:
+            task = bars.add_task(description, total=total, info="")
+            yield _Tracker(lambda done, info: bars.update(task, completed=done, info=_figures(info)))
 
 
 @contextmanager
@@ -222,21 +179,12 @@ def show_progress(title: str = "Laplace", *, console: Console | None = None, eve
         every: seconds between lines where there is no terminal.
     """
     console = console or Console(stderr=True)
-    stages = StageProgress(title)
-    if console.is_terminal:
-        with console.status(title) as status:
-            yield lambda info: status.update(stages.line(info))
+    if not console.is_terminal:
+        yield _Lines(title, console, every).show
         return
-    last = time.monotonic()
-
-    def show(info: dict[str, Any]) -> None:
-        nonlocal last
-        line = stages.line(info)
-        if time.monotonic() - last >= every:
-            last = time.monotonic()
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    yield show
+    stages = StageProgress(title)
+    with console.status(title) as status:
+        yield lambda info: status.update(stages.line(info))
 
 
 def _duration(seconds: float) -> str:

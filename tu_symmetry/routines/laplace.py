@@ -1,4 +1,4 @@
-"""Linearized Laplace in TorchUncertainty's routines: post-processing, regression routine, ensemble of functions.
+"""Linearized Laplace in TorchUncertainty's routines: a post-processing, and an ensemble of functions.
 
 :class:`~tu_symmetry.callbacks.FitLaplace` fits the approximation to the trained network, on training data, and attaches
 it to what is here. TorchUncertainty hands post-processings validation or test data; those are never used.
@@ -10,18 +10,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Distribution, Independent, Normal
 from torch.utils.data import DataLoader
-from torchmetrics import MetricCollection
 
 from tu_symmetry._extras import scripting_unsaid
+from tu_symmetry.laplace.likelihood import LinkApprox, check_link_approx
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.links import LinkApprox, check_link_approx
 
 with scripting_unsaid():
-    from torch_uncertainty.metrics import DistributionNLL, QuantileCalibrationError
     from torch_uncertainty.post_processing import PostProcessing
-    from torch_uncertainty.routines import RegressionRoutine
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "
@@ -32,18 +28,13 @@ _MISSING = (
 class LaplacePostProcessing(PostProcessing):
     """Predictive distribution of a linearized Laplace approximation, as a post-processing of TorchUncertainty.
 
-    The routine's metrics ``test/post/...`` are those of the predictive. It returns *log-probabilities*: the routine
-    applies a softmax to what a post-processing returns, which gives the probabilities back. For OOD scores of the
-    predictive pass ``ood_criterion="post_processing"`` to the routine; the other criteria see the network's own logits
-    (for mutual information use :class:`LaplaceEnsemble`). The network is not registered as a submodule, so that
-    checkpoints hold its weights once, and load with or without the post-processing.
+    The routine's metrics ``test/post/...`` are those of the predictive. It returns *log-probabilities*, to which the
+    routine applies a softmax. For OOD scores of the predictive pass ``ood_criterion="post_processing"`` to the routine;
+    for mutual information use :class:`LaplaceEnsemble`. Checkpoints hold the network's weights once.
 
     Args:
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
-        num_samples: number of samples of the Monte-Carlo approximation.
-        link_approx: see :meth:`LinearizedLaplace.predictive`.
-        covariance: see :meth:`LinearizedLaplace.predictive`.
-        seed: seed of the samples.
+        num_samples, link_approx, covariance, seed: see :meth:`LinearizedLaplace.predictive`.
     """
 
     def __init__(
@@ -63,12 +54,8 @@ class LaplacePostProcessing(PostProcessing):
     @property
     def predictive_options(self) -> dict[str, Any]:
         """What the temperature has to be chosen with, see :meth:`LinearizedLaplace.calibrate`."""
-        return {
-            "num_samples": self.num_samples,
-            "link_approx": self.link_approx,
-            "covariance": self.covariance,
-            "seed": self.seed,
-        }
+        names = ("num_samples", "link_approx", "covariance", "seed")
+        return {name: getattr(self, name) for name in names}
 
     def set_model(self, model: nn.Module) -> None:
         """Refer to the routine's network without registering it."""
@@ -77,23 +64,16 @@ class LaplacePostProcessing(PostProcessing):
             _require_part(self.laplace, model)
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
-        """Predict with this approximation; it has to be of the routine's network, and of a classification.
-
-        Raises:
-            ValueError: it is of another network (a copy, for example), or of a regression.
-        """
+        """Predict with this approximation; it has to be of the routine's network, no copy, and of a classification."""
         if laplace is not None:
-            _require_likelihood(laplace, "classification")
+            if laplace.likelihood.name != "classification":
+                raise ValueError(f"the Laplace approximation is of a {laplace.likelihood.name}, no classification")
             if self.model is not None:
                 _require_part(laplace, self.model)
         self.laplace, self.trained = laplace, laplace is not None
 
     def fit(self, dataloader: DataLoader[Any]) -> None:
-        """Do nothing with the validation or test data that the routine passes here.
-
-        Raises:
-            RuntimeError: no approximation is attached.
-        """
+        """Do nothing with the validation or test data that the routine passes here."""
         if self.laplace is None:
             raise RuntimeError(f"{_MISSING}. The data that were passed here are held out, and no evidence for it")
 
@@ -102,13 +82,7 @@ class LaplacePostProcessing(PostProcessing):
         if self.laplace is None:
             raise RuntimeError(_MISSING)
         with torch.autocast(inputs.device.type, enabled=False):
-            probabilities: Tensor = self.laplace.predictive(
-                inputs,
-                num_samples=self.num_samples,
-                link_approx=self.link_approx,
-                covariance=self.covariance,
-                seed=self.seed,
-            )
+            probabilities: Tensor = self.laplace.predictive(inputs, **self.predictive_options)
         return probabilities.log()
 
 
@@ -117,15 +91,8 @@ class LaplaceEnsemble(nn.Module):
 
     While it trains, and while :class:`~tu_symmetry.callbacks.FitLaplace` has not fitted yet, it is the network itself.
     Afterwards ``forward`` maps a batch ``[B, ...]`` to ``[num_samples * B, C]``, all inputs of the first function
-    first: ``f(x) + J(x) (theta_m - theta~)`` with the same weights ``theta_m`` for every input and batch. With
-    ``is_ensemble=True`` TorchUncertainty's routines evaluate the averaged predictive, mutual information,
-    disagreement, and the OOD criteria ``mutual_information``, ``variation_ratio`` and ``entropy``.
-
-    Example:
-        >>> routine = ClassificationRoutine(                                                # doctest: +SKIP
-        ...     LaplaceEnsemble(model, 20), 10, nn.CrossEntropyLoss(), is_ensemble=True,
-        ...     eval_ood=True, ood_criterion="mutual_information",
-        ... )
+    first: ``f(x) + J(x) (theta_m - theta~)`` with the same weights ``theta_m`` for every input and batch. Routines take
+    it with ``is_ensemble=True``.
 
     Args:
         core_model: the network.
@@ -158,21 +125,13 @@ class LaplaceEnsemble(nn.Module):
         return {"num_samples": self.num_samples, "covariance": "samples", "seed": self.seed}
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
-        """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one.
-
-        Raises:
-            ValueError: it is of another network.
-        """
+        """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one."""
         if laplace is not None:
             _require_part(laplace, self.core_model)
         self.laplace, self._awaits_fit = laplace, laplace is None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs ``[num_samples * B, C]``; ``[B, C]`` of the network itself before the fit.
-
-        Raises:
-            RuntimeError: evaluated without an approximation, and with nothing that will fit one.
-        """
+        """Outputs ``[num_samples * B, C]``; ``[B, C]`` of the network itself before the fit."""
         if self.training or (self.laplace is None and self._awaits_fit):
             return self.core_model(x)
         if self.laplace is None:
@@ -181,104 +140,9 @@ class LaplaceEnsemble(nn.Module):
             return self.laplace.function_samples(x, self.num_samples, seed=self.seed).flatten(0, 1)
 
 
-class LaplaceRegressionRoutine(RegressionRoutine):
-    """TorchUncertainty's regression routine with a linearized Laplace approximation's predictive at test.
-
-    It trains and validates a network with real outputs, as the routine without ``dist_family`` does. At test every
-    output has a normal distribution with the network's output as mean and the posterior's variance plus the noise's,
-    so that besides MAE and RMSE there are ``test/reg/NLL`` (nats, for each output) and ``test/cal/QCE``. Outputs are
-    taken as independent given the input, as TorchUncertainty's ``Independent`` distributions do; for joint covariances
-    see :meth:`LinearizedLaplace.function_covariance`.
-
-    Args:
-        model: the network, with outputs ``[batch, output_dim]``.
-        output_dim: number of outputs.
-        loss: loss of training, for example ``nn.MSELoss()``.
-        laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
-        options: further arguments of the routine (``optim_recipe``, ``log_plots``, ``save_to_csv``, ...).
-
-    Raises:
-        ValueError: a distribution family or an ensemble, which this routine does not take.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        output_dim: int,
-        *,
-        loss: nn.Module | None = None,
-        laplace: LinearizedLaplace | None = None,
-        **options: Any,
-    ) -> None:
-        if options.get("dist_family") is not None or options.get("is_ensemble"):
-            raise ValueError(
-                "the Laplace approximation gives the predictive distribution of one network with real outputs: leave "
-                "out dist_family and is_ensemble (for samples of functions, RegressionRoutine takes a LaplaceEnsemble)"
-            )
-        super().__init__(model, output_dim, loss, **options)
-        self.laplace: LinearizedLaplace | None = None
-        if laplace is not None:
-            self.attach_laplace(laplace)
-
-    def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
-        """Predict with this approximation; it has to be of the routine's network, and of a regression.
-
-        Raises:
-            ValueError: it is of another network, or of a classification.
-        """
-        if laplace is not None:
-            _require_likelihood(laplace, "regression")
-            _require_part(laplace, self.model)
-        self.laplace = laplace
-
-    def _init_metrics(self) -> None:
-        super()._init_metrics()
-        self.test_prob_metrics = MetricCollection(
-            {
-                "reg/NLL": DistributionNLL(reduction="mean"),
-                "cal/QCE": QuantileCalibrationError(num_bins=self.num_bins_calibration_error),
-            },
-            prefix="test/",
-        )
-
-    def on_test_start(self) -> None:
-        """Require an approximation.
-
-        Raises:
-            RuntimeError: none is attached.
-        """
-        if self.laplace is None:
-            raise RuntimeError(_MISSING)
-        super().on_test_start()
-
-    def evaluation_forward(self, inputs: Tensor) -> tuple[Tensor, Distribution | None]:
-        """Prediction and, at test, the predictive distribution."""
-        if self.laplace is None or not self.trainer.testing:
-            return super().evaluation_forward(inputs)
-        with torch.autocast(inputs.device.type, enabled=False):
-            found = self.laplace.predictive(inputs)
-        return found.mean, Independent(Normal(found.mean, found.variance.sqrt()), 1)
-
-    def on_test_epoch_end(self) -> None:
-        """Log the metrics, those of the distribution among them."""
-        self.probabilistic = True  # only here: in training and in forward the network has no distribution
-        try:
-            super().on_test_epoch_end()
-        finally:
-            self.probabilistic = False
-
-
 def _require_part(laplace: LinearizedLaplace, model: nn.Module) -> None:
     if all(module is not laplace.model for module in model.modules()):
         raise ValueError(
             f"the Laplace approximation is of a {type(laplace.model).__name__} that is no part of this "
             f"{type(model).__name__}, perhaps of a copy; fit it to the network itself"
-        )
-
-
-def _require_likelihood(laplace: LinearizedLaplace, name: str) -> None:
-    if laplace.likelihood.name != name:
-        raise ValueError(
-            f"the Laplace approximation is of a {laplace.likelihood.name}, this takes a {name}: "
-            f"FitLaplace(likelihood={name!r})"
         )

@@ -1,25 +1,16 @@
-"""Canonical scales: one member of every orbit of positive rescalings.
-
-``min_mass`` takes the unique weights of least squared L2 norm (the representation cost of arXiv 2310.08287, section 6);
-``unit_norm`` gives every hidden filter unit norm, front to back, as that paper's released code does; ``unit_variance``
-gives its weights a mean square of one.
-
-Laws (tests/scaling/test_canonical.py): the function is unchanged; the form is idempotent and constant on orbits; it
-commutes with permutations; the mass never grows under ``min_mass``, and equals the optimum of a general convex solver.
-"""
+"""Canonical scales: one member of every orbit of positive rescalings."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tu_symmetry.reporting.brief import Brief, change
+from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.scaling.unit_norm import unit_scales
@@ -29,9 +20,8 @@ from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Method = Literal["min_mass", "unit_norm", "unit_variance"]
+Method = Literal["min_mass", "unit_norm"]
 Convention = Literal["leave", "unit_norm"]
-_LOST = 0.1  # share of a variance and epsilon that rounding may take
 _LARGEST = 1e150  # mass whose square float64 still holds
 
 
@@ -45,10 +35,10 @@ class CanonicalForm(Brief):
         mass_before: squared L2 norm of the counted parameters as given.
         mass_after: the same in canonical form.
         gradient_norm: certificate for ``min_mass``: norm of the objective's gradient in the log-factors, relative to
-            the mass (zero at the optimum of a convex function); NaN for the other methods.
+            the mass (zero at the optimum of a convex function); NaN for ``unit_norm``.
         relative_gap: certificate for ``min_mass``: upper bound of how far the objective is above its minimum, relative
-            to the mass, from a feasible point of the dual problem; NaN for the other methods.
-        iterations: Newton steps (``min_mass``; 0 for the other methods).
+            to the mass, from a feasible point of the dual problem; NaN for ``unit_norm``.
+        iterations: Newton steps (0 for ``unit_norm``).
         degenerate: group name to the numbers of the factors for which there is no canonical value: their mass lies on
             one side only, so that it could be scaled away altogether (dead units, which nothing feeds or nothing
             reads), or they have no mass at all. See ``canonicalize(degenerate=...)`` for what becomes of them.
@@ -70,23 +60,6 @@ class CanonicalForm(Brief):
     certificate: Certificate | None = None
     uncertified: str = ""
 
-    def facts(self) -> list[tuple[str, str]]:
-        """The masses, and what has no canonical value."""
-        dead = sum(len(numbers) for numbers in self.degenerate.values())
-        facts = [
-            ("mass", change(self.mass_before, self.mass_after)),
-            ("groups", str(len(self.log_scale))),
-        ]
-        if not math.isnan(self.relative_gap):
-            facts.append(("above the minimum by", f"{self.relative_gap:.1e} of the mass at most"))
-        if dead:
-            facts.append(("factors without canonical value", str(dead)))
-        if self.unfixed:
-            facts.append(("left as they are", ", ".join(self.unfixed[:4]) + (", ..." if len(self.unfixed) > 4 else "")))
-        measured = f"not measured: {self.uncertified}"
-        facts.append(("outputs changed by", f"{self.certificate.change:.1e}" if self.certificate else measured))
-        return facts
-
 
 def canonicalize(
     graph: SymmetryGraph,
@@ -96,54 +69,38 @@ def canonicalize(
     parameters: Parameters | None = None,
     normalizations: Convention = "leave",
     degenerate: Convention = "leave",
-    epsilons: Mapping[str, float] | None = None,
     tolerance: float = 1e-12,
-    max_iterations: int = 200,
     certify: bool = True,
 ) -> CanonicalForm:
     """Bring the scale of every hidden unit into canonical form.
 
-    *The three methods.* ``min_mass`` minimizes the counted mass over all positive factors at once. ``unit_norm`` gives
-    the incoming weights of each unit unit L2 norm, front to back: a row of a linear layer, a convolution's filter
-    (biases follow); where a normalization's affine parameters make the unit, its gain becomes plus or minus one. Of
-    several layers that make a unit (those that write to a residual stream) the first counts that can be reached front
-    to back: no scale gives all of them unit norm at once. ``unit_variance`` does the same with a mean square of one:
-    the variance of weights whose mean is zero by assumption, as under the usual initializations and priors. (The
-    variance about a filter's own mean would be zero for filters of one weight.) A negative gain keeps its sign:
-    factors are positive.
+    ``min_mass`` takes the unique weights of least squared L2 norm over all positive factors, the representation cost of
+    arXiv 2310.08287, section 6. ``unit_norm`` gives the incoming weights of each unit unit L2 norm, front to back, as
+    that paper's released code does: a row of a linear layer, a convolution's filter (biases follow); where a
+    normalization's affine parameters make the unit, its gain becomes plus or minus one. Of several layers that make a
+    unit (those that write to a residual stream) the first counts that can be reached front to back.
 
-    *Normalizations.* Weights before a normalization could shrink without end. ``normalizations="leave"`` holds them.
-    ``"unit_norm"`` gives the counted weights of each factor unit norm (a channel's filter before batch normalization)
-    or, where it multiplies several filters (a whole layer before layer normalization), a norm of one on average over
-    them, by their mean square (``unit_variance``: a mean square of one of the weights). Running statistics move along.
-    Under ``min_mass`` this is one convex problem: minimize the mass minus twice the sum of the normalizations'
-    log-factors, each times its number of filters. The form is then constant on the normalization groups' orbits too,
-    though the mass may grow by it.
-
-    *Degenerate factors* (``min_mass``) are held at one (``"leave"``), or the side that has mass is given unit norm
-    (``"unit_norm"``), which makes the form constant on their orbits too, though the mass may grow by it. Factors
-    without any mass, and dead cycles of units that only feed each other, are left alone.
+    Laws: the function is unchanged (up to the epsilons of normalizations whose factors move); the form is idempotent,
+    constant on orbits, and commutes with permutations; the mass never grows under ``min_mass``, but for conventions.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         state: state dict.
-        method: ``min_mass``, ``unit_norm`` or ``unit_variance``.
+        method: ``min_mass`` or ``unit_norm``.
         parameters: the tensors whose squared norm counts, as the regularizer counts them: names, patterns
             (``"*.weight"``) or a predicate of the name; all parameters if left out. Everything is rescaled
             consistently either way. Only ``min_mass`` and the reported masses depend on it.
-        normalizations: what becomes of normalization groups.
-        degenerate: what becomes of factors without a minimum.
-        epsilons: name of a running variance to its normalization's epsilon (``normalization_epsilons(model)``), to fold
-            epsilon exactly into the running variances. Without it, factors that a batch normalization undoes are exact
-            up to epsilon; in training mode, and for normalizations without statistics, they always are.
+        normalizations: what becomes of weights before a normalization, which could shrink without end: held
+            (``leave``), or the counted weights of each factor get ``unit_norm`` (a channel's filter before batch
+            normalization) or, where it multiplies several filters (a layer before layer normalization), a norm of one
+            on average over them, by their mean square. Running statistics move along.
+        degenerate: what becomes of factors without a minimum (``min_mass``): held at one (``leave``), or the side that
+            has mass gets ``unit_norm``. Factors without any mass, and dead cycles of units that only feed each other,
+            are left alone.
         tolerance: on the relative gradient norm (``min_mass``).
-        max_iterations: Newton steps (``min_mass``).
         certify: measure on the example inputs that the graph was discovered with that the outputs stay the same: some
             six forward passes in float64 on the CPU. Where the graph holds no network to run (it was unpickled), the
             result says so.
-
-    Returns:
-        The canonical form with its certificates.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights, double-precision weights whose squares
@@ -158,10 +115,15 @@ def canonicalize(
     # a sum is faster than a look at each entry; what has no values at all is for the check to name
     if any(t.is_meta for t in state.values()) or not all(bool(torch.isfinite(t.sum())) for t in state.values()):
         graph.check_state(state)
-    for option, value in (("normalizations", normalizations), ("degenerate", degenerate)):
-        if value not in ("leave", "unit_norm"):
-            raise ValueError(f"{option} must be 'leave' or 'unit_norm', got {value!r}")
+    for option, value, known in (
+        ("method", method, Method),
+        ("normalizations", normalizations, Convention),
+        ("degenerate", degenerate, Convention),
+    ):
+        if value not in get_args(known):
+            raise ValueError(f"{option} must be {' or '.join(map(repr, get_args(known)))}, got {value!r}")
     fixing = normalizations == "unit_norm"
+    groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
     tables = MassTables(graph, state, parameters, normalizations=fixing)
     with np.errstate(over="ignore", invalid="ignore"):
         start = tables.at(np.zeros(tables.count))
@@ -175,25 +137,15 @@ def canonicalize(
         filters = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
         if first < tables.count:
             filters = filter_counts(graph, counted_parameters(graph, parameters), tables.count)
-        found, lost = _least(tables, start, filters, first, degenerate, tolerance, max_iterations)
-    elif method in ("unit_norm", "unit_variance"):
-        groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
-        s, lost = unit_scales(graph, state, groups, mean_square=method == "unit_variance")
-        found = Minimum(s, tables.value_at(s.numpy()), float("nan"), float("nan"), 0)
+        found, lost = _least(tables, start, filters, first, degenerate, tolerance)
     else:
-        raise ValueError(f"unknown method {method!r}: 'min_mass', 'unit_norm' or 'unit_variance'")
-    log_scale, named, position = {}, {}, 0
-    for group in (*graph.scales, *graph.normalizations)[: None if fixing else len(graph.scales)]:
-        part = slice(position, position + group.size)
-        log_scale[group.name] = found.log_scale[part].clone()
-        if lost[part].any():
-            named[group.name] = torch.nonzero(lost[part]).flatten()
-        position += group.size
-    scaled = scale_with_epsilon(graph, log_scale, state, epsilons or {})
-    name = f"the {method} form"
-    if fixing and not epsilons and not all(g.exact for g in graph.normalizations):
-        name += " (epsilons of normalizations were not folded: pass epsilons=normalization_epsilons(model))"
-    certificate, uncertified = measured(graph, state, scaled, name, wanted=certify)
+        s, lost = unit_scales(graph, state, groups)
+        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
+    sizes = [g.size for g in groups]
+    log_scale = {g.name: part.clone() for g, part in zip(groups, found.log_scale.split(sizes), strict=True)}
+    numbers = {g.name: torch.nonzero(part).flatten() for g, part in zip(groups, lost.split(sizes), strict=True)}
+    scaled = scale_tensors(graph, log_scale, state)
+    certificate, uncertified = measured(graph, state, scaled, f"the {method} form", wanted=certify)
     return CanonicalForm(
         scaled,
         log_scale,
@@ -202,7 +154,7 @@ def canonicalize(
         found.gradient_norm,
         found.relative_gap,
         found.iterations,
-        named,
+        {name: own for name, own in numbers.items() if len(own)},
         () if fixing else tuple(g.name for g in graph.normalizations),
         certificate,
         uncertified,
@@ -227,65 +179,8 @@ def representation_cost(
     ).mass_after
 
 
-def normalization_epsilons(model: nn.Module) -> dict[str, float]:
-    """The epsilon that belongs to each running variance: name in the state dict to epsilon."""
-    return {
-        f"{name}.running_var" if name else "running_var": float(module.eps)
-        for name, module in model.named_modules()
-        if isinstance(getattr(module, "running_var", None), Tensor) and isinstance(getattr(module, "eps", None), float)
-    }
-
-
-def scale_with_epsilon(
-    graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor], epsilons: Mapping[str, float]
-) -> dict[str, Tensor]:
-    """As :func:`~tu_symmetry.apply_scale`, with running variances that fold epsilon exactly (in evaluation mode).
-
-    ``y = gamma (x - mean) / sqrt(var + eps) + beta`` stays the same where ``x`` and ``mean`` are scaled by ``k`` if
-    ``var + eps`` becomes ``k^2 (var + eps)``. The new variance ``k^2 (var + eps) - eps`` may lie between ``-eps`` and
-    0, which PyTorch evaluates all the same. In training mode the batch's own variance is used, and layer, group,
-    instance, RMS and filter response normalization keep no statistics: there rescalings stay exact up to epsilon.
-
-    Args:
-        graph: the symmetry graph (verified on first use).
-        log_scale: group name to natural-log factors.
-        state: state dict, or a stack of states.
-        epsilons: name of a running variance to its epsilon, see :func:`normalization_epsilons`. Names that no factor
-            moves are left as they are.
-
-    Raises:
-        SymmetryError: a state of another architecture, names that are not in the network, or epsilons that are not
-            positive.
-    """
-    graph.require_verified()
-    graph.check_state(state, finite=False)
-    wrong = {name: e for name, e in epsilons.items() if name not in state or not e > 0}
-    if wrong:
-        raise SymmetryError(f"epsilons must be positive and named after running variances of this network, got {wrong}")
-    scaled = scale_tensors(graph, log_scale, state)
-    for name, epsilon in epsilons.items():
-        if scaled[name] is not state[name]:
-            wanted = scale_tensors(graph, log_scale, {name: state[name].double() + epsilon})[name]
-            scaled[name] = (wanted - epsilon).to(state[name].dtype)
-            lost = (scaled[name].double() + epsilon - wanted).abs() > _LOST * wanted
-            if lost.any():
-                raise SymmetryError(
-                    f"{name!r} cannot hold k^2 (var + eps) - eps in {state[name].dtype} for {int(lost.sum())} channels "
-                    f"(k^2 (var + eps) falls to {float(wanted[lost].min()):.1e} beside eps = {epsilon:.0e}): the "
-                    "function would change. Weights of extreme size are the cause; convert the state to float64, or "
-                    "leave normalizations as they are"
-                )
-    return scaled
-
-
 def _least(
-    tables: MassTables,
-    start: MassPoint,
-    filters: Tensor,
-    first: int,
-    degenerate: Convention,
-    tolerance: float,
-    max_iterations: int,
+    tables: MassTables, start: MassPoint, filters: Tensor, first: int, degenerate: Convention, tolerance: float
 ) -> tuple[Minimum, Tensor]:
     """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
     grows, shrinks = torch.from_numpy(start.grows), torch.from_numpy(start.shrinks)
@@ -297,5 +192,5 @@ def _least(
     active = torch.where(normalized, grows > 0, two_sided | (targets != 0))
     unbounded = unbounded_factors(tables, active, targets)
     targets = torch.where(unbounded, 0.0, targets)
-    found = minimize_mass(tables, start, (active & ~unbounded).numpy(), targets.numpy(), tolerance, max_iterations)
+    found = minimize_mass(tables, start, (active & ~unbounded).numpy(), targets.numpy(), tolerance)
     return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded

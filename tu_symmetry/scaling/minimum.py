@@ -1,10 +1,7 @@
 """The least mass over positive scales: a convex problem, its solution with certificates, and where it has none.
 
-The mass ``F(s)`` is convex. It has one minimizer unless factors can run away along a *recession direction* ``d``: one
-under which no entry grows. :func:`unbounded_factors` finds these exactly, so that Newton's method is only ever run on a
-problem with a solution. A *target* ``t_j`` adds the linear term ``-2 t_j s_j``; the mass that grows with the factor
-``j`` then exceeds the mass that shrinks by ``t_j``, which is how a factor that has mass on one side only is given unit
-norm without leaving the convex problem.
+A *target* ``t_j`` adds the linear term ``-2 t_j s_j``; the mass that grows with the factor ``j`` then exceeds the mass
+that shrinks by ``t_j``: so a factor that has mass on one side only is given unit norm within the convex problem.
 """
 
 from __future__ import annotations
@@ -19,44 +16,34 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import Array, GeneralTable, MassPoint, MassTables, MatrixTable, Terms
+from tu_symmetry.scaling.masses import Array, MassPoint, MassTables, Table, Terms
 
 Mask = npt.NDArray[np.bool_]
 _SWEEPS = 40
+_STEPS = 200  # of Newton's method
 _PAYS = 0.03  # least relative gain of a sweep
 _TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where the mass is least, and how sure that is.
+    """Where the mass is least, and how sure that is."""
 
-    Attributes:
-        log_scale: minimizing log-factors ``[count]``.
-        mass: the mass there.
-        gradient_norm: norm of the objective's gradient, relative to the mass.
-        relative_gap: certified upper bound of ``(F(s) - min F) / F(s)``, from a feasible point of the dual problem.
-        iterations: Newton steps.
-    """
-
-    log_scale: Tensor
+    log_scale: Tensor  # minimizing log-factors [count]
     mass: float
-    gradient_norm: float
-    relative_gap: float
-    iterations: int
+    gradient_norm: float  # of the objective, relative to the mass
+    relative_gap: float  # certified upper bound of (F(s) - min F) / F(s), from a feasible point of the dual problem
+    iterations: int  # Newton steps
 
 
 @np.errstate(all="ignore")  # trials that are too long overflow, and are refused for it
-def minimize_mass(
-    tables: MassTables, start: MassPoint, active: Mask, targets: Array, tolerance: float, max_iterations: int
-) -> Minimum:
+def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: Array, tolerance: float) -> Minimum:
     """Minimize ``F(s) - 2 targets . s`` over the active factors, bool ``[count]``; the others stay at one.
 
     Sweeps with the closed-form step of single factors come first, then Newton steps by preconditioned conjugate
     gradients, until the gradient's norm relative to the mass is below ``tolerance``. The certificate: with the Newton
     step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual problem if they are positive, and then its
-    value is below the objective by ``u . H u`` at most. (To second order it is below by half of that, which leaves room
-    for the residual at which the conjugate gradients stop.)
+    value is below the objective by ``u . H u`` at most.
 
     Raises:
         RuntimeError: no convergence; the message says how far it came.
@@ -65,9 +52,9 @@ def minimize_mass(
         return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0.0, 0)
     s, point, value = _sweep(tables, start, active, targets)
     relative = float("inf")
-    for iteration in range(max_iterations + 1):
+    for iteration in range(_STEPS + 1):
         gradient = np.where(active, point.gradient() - 2 * targets, 0.0)
-        relative = _norm(gradient) / max(point.value, _TINY)
+        relative = math.sqrt(float(gradient @ gradient)) / max(point.value, _TINY)
         step = _newton_step(point, gradient, active, _forcing(relative, tolerance))
         decrement = -float(gradient @ step)
         if relative <= tolerance:
@@ -94,10 +81,6 @@ def minimize_mass(
 
 def _objective(point: MassPoint, targets: Array, s: Array) -> float:
     return point.value - 2 * float(targets @ s)
-
-
-def _norm(vector: Array) -> float:
-    return math.sqrt(float(vector @ vector))
 
 
 def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -> tuple[Array, MassPoint, float]:
@@ -170,9 +153,9 @@ def _newton_step(point: MassPoint, gradient: Array, active: Mask, forcing: float
 def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Tensor:
     """Which active factors take part in a recession direction of ``F(s) - 2 targets . s``; the rest have a minimum.
 
-    In a direction ``d`` no entry may grow: ``sum_t c_t d_t <= 0`` wherever there is mass. What this says of the sign of
-    single factors is carried from table to table, as signals are from the inputs to the outputs and back: a unit that
-    hears an input and is heard by an output has ``d = 0``. Whatever that leaves open is decided by linear programming.
+    In such a direction ``d`` no entry grows: ``sum_t c_t d_t <= 0`` wherever there is mass. What this says of the sign
+    of single factors is carried from table to table, as signals are from the inputs to the outputs and back: a unit
+    that hears an input and is heard by an output has ``d = 0``. What that leaves open is decided by linear programming.
 
     Returns:
         A mask ``[count]``.
@@ -196,7 +179,7 @@ def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Te
     return unbounded
 
 
-def _carry(table: MatrixTable | GeneralTable, sinks: Mask, rises: Mask) -> None:
+def _carry(table: Table, sinks: Mask, rises: Mask) -> None:
     """Prove signs from one table: where all other terms of an entry cannot fall, its last one cannot rise."""
 
     def product(terms: Terms, start: Mask) -> Mask:
@@ -208,13 +191,14 @@ def _carry(table: MatrixTable | GeneralTable, sinks: Mask, rises: Mask) -> None:
         (sinks if exponent > 0 else rises)[index.numpy()[heard]] = True
 
     mass = table.mass.numpy()
-    if isinstance(table, GeneralTable):
+    if table.sides is None:
         for k, (exponent, index) in enumerate(table.terms):
             support = product(table.terms[:k] + table.terms[k + 1 :], mass > 0)
             axes = tuple(a for a, n in enumerate(index.shape) if n == 1)
             prove(exponent, index, np.asarray(support.any(axes, keepdims=True)))
         return
-    for matrix, own, other in ((mass, table.rows, table.columns), (mass.T, table.columns, table.rows)):
+    rows, columns = table.sides
+    for matrix, own, other in ((mass, rows, columns), (mass.T, columns, rows)):
         if all((sinks if exponent > 0 else rises)[index.numpy()].all() for exponent, index in own):
             continue
         across = product(other, np.ones(matrix.shape[1], dtype=np.bool_))
@@ -229,7 +213,7 @@ def _recession(tables: MassTables, open_: Tensor, targets: Tensor) -> Tensor:
     number[:-1][open_] = torch.arange(int(open_.sum()), device="cpu")
     rows, columns, values, start = [], [], [], 0
     for table in tables.tables:
-        mass, terms = table.entries()
+        mass, terms = table.mass, table.terms
         moving = torch.zeros((), dtype=torch.bool, device="cpu")
         for _, index in terms:
             moving = moving | (number[index] >= 0)

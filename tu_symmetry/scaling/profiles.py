@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import MassTables, Parameters
+from tu_symmetry.scaling.masses import MassTables
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -21,39 +21,22 @@ class MassProfile:
         log_factors: natural-log factors, the same for every group.
         masses: group name to the squared L2 norm when all units of the group are scaled by each factor.
         mass: the squared norm of the network as given (factor one).
-        coefficients: group name to ``{c: M_c}``: its profile is ``sum_c M_c exp(2 c s)`` for the log-factor ``s``, with
-            c = 1 for what makes the layer's units, c = -1 for what reads them, and c = 0 for the rest.
         minima: group name to the log-factor of least mass; infinite where the mass lies on one side only.
     """
 
     log_factors: Tensor
     masses: dict[str, Tensor]
     mass: float
-    coefficients: dict[str, dict[float, float]]
     minima: dict[str, float]
 
 
 def mass_profile(
-    graph: SymmetryGraph,
-    state: Mapping[str, Tensor],
-    log_factors: Sequence[float] | Tensor,
-    *,
-    parameters: Parameters | None = None,
-    normalizations: bool = False,
+    graph: SymmetryGraph, state: Mapping[str, Tensor], log_factors: Sequence[float] | Tensor
 ) -> MassProfile:
     """Squared L2 norm against a common factor on all units of each scale group (arXiv 2310.08287, section 6).
 
-    Along each group the mass is ``a e^(2s) + b e^(-2s) + c`` for a plain hidden layer, with its minimum at
-    ``s = log(b / a) / 4``; a network in ``min_mass`` form has every profile's minimum at ``s = 0``. For profiles around
-    the optimum pass ``canonicalize(graph, state).state``.
-
-    Args:
-        graph: the symmetry graph.
-        state: state dict.
-        log_factors: where to evaluate, natural logarithms.
-        parameters: the tensors that count, as in :func:`~tu_symmetry.canonicalize`.
-        normalizations: also profiles of the normalization groups, which have no minimum: what they show is how much
-            mass could be scaled away.
+    Along a plain hidden layer the mass is ``a e^(2s) + b e^(-2s) + c`` for the natural-log factor ``s``, with its
+    minimum at ``s = log(b / a) / 4``; a network in ``min_mass`` form has every profile's minimum at ``s = 0``.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
@@ -61,20 +44,20 @@ def mass_profile(
     """
     if graph.check_state(state):
         raise ValueError("mass_profile takes one state; unstack a stack of samples and profile each")
-    tables = MassTables(graph, state, parameters, normalizations=normalizations)
+    tables = MassTables(graph, state)
     points = torch.as_tensor(log_factors, dtype=torch.float64, device="cpu")
-    masses, coefficients, minima, start = {}, {}, {}, 0
-    for group in (*graph.scales, *graph.normalizations) if normalizations else graph.scales:
+    masses, minima, start = {}, {}, 0
+    for group in graph.scales:
         direction = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
         direction[start : start + group.size] = 1.0
-        parts = coefficients[group.name] = tables.along(direction)
+        parts = tables.along(direction)
         exponents, weights = (
             torch.tensor(list(x), dtype=torch.float64, device="cpu") for x in (parts.keys(), parts.values())
         )
         masses[group.name] = torch.exp(weights.log() + 2 * points.unsqueeze(-1) * exponents).sum(-1)
         minima[group.name] = _minimum(exponents, weights)
         start += group.size
-    return MassProfile(points, masses, tables.at(np.zeros(tables.count)).value, coefficients, minima)
+    return MassProfile(points, masses, tables.at(np.zeros(tables.count)).value, minima)
 
 
 def _minimum(exponents: Tensor, weights: Tensor) -> float:

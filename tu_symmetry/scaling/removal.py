@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
-from tu_symmetry.scaling.canonical import Convention, Method, canonicalize
+from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.states import as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
@@ -22,7 +22,7 @@ from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identi
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 
-Key = Literal["max", "first", "mean", "median"]
+Key = Literal["max", "first"]
 _TIE_BREAKERS = 8
 
 
@@ -33,35 +33,25 @@ def remove_symmetries(
     scale: Method | None = "min_mass",
     sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
-    normalizations: Convention = "unit_norm",
-    degenerate: Convention = "unit_norm",
-    epsilons: Mapping[str, float] | None = None,
     certify: bool = True,
 ) -> dict[str, Tensor]:
     """One representative of a network's orbit: canonical scale, then hidden units in canonical order.
 
-    Residual streams and other tied axes are ordered as one; running statistics move along.
+    Weights before a normalization and dead units get unit norm; residual streams and other tied axes are ordered as
+    one. The function is unchanged, where there are normalizations up to their epsilons.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         state: state dict, or a stack of states with one leading sample axis; each sample is treated by itself.
         scale: canonical scale, see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
-        sort: how units are ordered, descending: by their largest incoming weight (the paper's text), the first (its
-            code), the mean or the median. Ties are broken by the units' other incoming weights and then by all other
-            weights that belong to them, each in order of size, and at last by the order that is given. Heads and other
-            blocks are ordered in the same way, after the units in them.
+        sort: how units are ordered, descending: by their largest incoming weight (the paper's text), or the first (its
+            code). Ties are broken by the units' other incoming weights and then by all other weights that belong to
+            them, each in order of size, and at last by the order that is given. Heads and other blocks are ordered in
+            the same way, after the units in them.
         reference: a state dict to align to instead of sorting. Aligning is the better choice where nearby networks
             should stay nearby: sorting tears apart units whose keys are almost equal.
-        normalizations: what becomes of the scale of weights before a normalization, as in ``canonicalize``.
-        degenerate: what becomes of the scale of dead units, as in ``canonicalize``.
-        epsilons: the epsilons of batch normalizations, to be folded exactly, as in ``canonicalize``; without it the
-            function is unchanged up to epsilon where there are normalizations.
-        certify: measure on the example inputs that the graph was discovered with that the outputs of each network stay
-            the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no network to run
-            (it was unpickled), an :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
-
-    Returns:
-        A new state dict (or stack) that computes the same function.
+        certify: measure that the outputs of each network stay the same, as in ``canonicalize``. Where the graph holds
+            no network to run, an :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs that changed by more than
@@ -71,21 +61,15 @@ def remove_symmetries(
     lead = _lead(graph, state, sort)
     if lead > 1:
         raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
-
-    def canonical(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return _scaled(graph, given, scale, normalizations, degenerate, epsilons)[1]
-
-    target = None if reference is None else canonical(reference)
+    target = None if reference is None else _scaled(graph, reference, scale)[1]
 
     def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        current = canonical(given)
+        current = _scaled(graph, given, scale)[1]
         current = permute_tensors(graph, _ordering(graph, current, sort, target), current)
         name = "remove_symmetries"
-        if scale is not None and normalizations == "unit_norm" and not epsilons:
-            name += " (if there are normalizations: pass epsilons=normalization_epsilons(model) to fold theirs)"
         _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None)
         if reason and certify:
-            warnings.warn(f"remove_symmetries is not certified: {reason}", UncertifiedWarning, stacklevel=3)
+            warnings.warn(f"{name} is not certified: {reason}", UncertifiedWarning, stacklevel=3)
         return current
 
     if not lead:
@@ -102,56 +86,35 @@ def removal_element(
     scale: Method | None = "min_mass",
     sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
-    normalizations: Convention = "unit_norm",
-    degenerate: Convention = "unit_norm",
 ) -> tuple[LogScale, Permutation]:
     """The group element by which :func:`remove_symmetries` moves one network: its log-factors, then its permutation.
 
     Applied to any of the network's tensors it gives that tensor of the representative, so that tensors can be compared
     one by one where whole networks do not fit into memory. ``reference`` is brought to the same scale, as there.
-
-    Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights.
-        ValueError: an unknown key, or a stack.
     """
     if _lead(graph, state, sort):
         raise ValueError("removal_element takes one state, this is a stack: call it for each of its networks")
-
-    def scaled(given: Mapping[str, Tensor]) -> tuple[LogScale, dict[str, Tensor]]:
-        return _scaled(graph, given, scale, normalizations, degenerate, None)
-
-    log_scale, current = scaled(state)
-    return log_scale, _ordering(graph, current, sort, None if reference is None else scaled(reference)[1])
+    log_scale, current = _scaled(graph, state, scale)
+    return log_scale, _ordering(
+        graph, current, sort, None if reference is None else _scaled(graph, reference, scale)[1]
+    )
 
 
 def _lead(graph: SymmetryGraph, state: Mapping[str, Tensor], sort: Key) -> int:
     """The number of sample axes of a state, which belongs to the graph."""
     graph.require_verified()
-    if sort not in ("max", "first", "mean", "median"):
-        raise ValueError(f"unknown key {sort!r}: 'max', 'first', 'mean' or 'median'")
+    if sort not in get_args(Key):
+        raise ValueError(f"unknown key {sort!r}: 'max' or 'first'")
     return graph.check_state(state)
 
 
 def _scaled(
-    graph: SymmetryGraph,
-    state: Mapping[str, Tensor],
-    scale: Method | None,
-    normalizations: Convention,
-    degenerate: Convention,
-    epsilons: Mapping[str, float] | None,
+    graph: SymmetryGraph, state: Mapping[str, Tensor], scale: Method | None
 ) -> tuple[LogScale, dict[str, Tensor]]:
     """A network in canonical scale, without a certificate: the whole removal is certified."""
     if scale is None:
         return {}, as_given(state, state)
-    form = canonicalize(
-        graph,
-        state,
-        method=scale,
-        normalizations=normalizations,
-        degenerate=degenerate,
-        epsilons=epsilons,
-        certify=False,
-    )
+    form = canonicalize(graph, state, method=scale, normalizations="unit_norm", degenerate="unit_norm", certify=False)
     return form.log_scale, form.state
 
 
@@ -218,12 +181,7 @@ def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Te
     """The permutation that sorts one group, descending."""
     incoming = incoming_member(graph, group)
     rows = unit_rows(graph, group, incoming, state)
-    key = {
-        "max": lambda: rows.amax(-1, keepdim=True),
-        "first": lambda: rows[..., :1],
-        "mean": lambda: rows.mean(-1, keepdim=True),
-        "median": lambda: rows.median(-1, keepdim=True).values,
-    }[sort]()
+    key = rows[..., :1] if sort == "first" else rows.amax(-1, keepdim=True)
     order, tied = _sorted(key)
     if tied:
         others = (unit_rows(graph, group, m, state) for m in group.members if m is not incoming)

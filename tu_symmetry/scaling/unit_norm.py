@@ -5,22 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.masses import FAR, MassTables, filter_counts
-from tu_symmetry.symmetry.action import largest_entry
+from tu_symmetry.scaling.masses import MassTables, filter_counts
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import ScaleGroup
 
 
 def unit_scales(
-    graph: SymmetryGraph, state: Mapping[str, Tensor], groups: Sequence[ScaleGroup], *, mean_square: bool
+    graph: SymmetryGraph, state: Mapping[str, Tensor], groups: Sequence[ScaleGroup]
 ) -> tuple[Tensor, Tensor]:
-    """Log-factors that give every unit's maker unit norm (or a mean square of one).
-
-    What a normalization group multiplies gets a norm of one on average over its filters.
+    """Log-factors that give every unit's maker unit norm; over the filters of a normalization group on average.
 
     A unit's makers are the matrices that grow with its factor or, where there are none (the affine parameters of a
     normalization), the first tensor that does, which is the gain. A maker's entries also depend on the factors of the
@@ -32,11 +29,10 @@ def unit_scales(
         Log-factors ``[count]``, and a mask ``[count]`` of the units whose maker is zero (their log-factor is zero).
     """
     whole = len(groups) > len(graph.scales)
-    count = sum(g.size for g in groups)
-    owner = torch.repeat_interleave(
-        torch.arange(len(groups), device="cpu"), torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")
-    )
-    s, lost = torch.zeros(count, dtype=torch.float64, device="cpu"), torch.zeros(count, dtype=torch.bool, device="cpu")
+    sizes = torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")
+    owner = torch.repeat_interleave(torch.arange(len(groups), device="cpu"), sizes)
+    s = torch.zeros(len(owner), dtype=torch.float64, device="cpu")
+    lost = torch.zeros(len(owner), dtype=torch.bool, device="cpu")
     candidates = [
         [(name, _feeding(graph, name, k, owner)) for name in _makers(graph, group)] for k, group in enumerate(groups)
     ]
@@ -47,33 +43,16 @@ def unit_scales(
         k, name = next(ready, (waiting[0], candidates[waiting[0]][0][0]))
         waiting.remove(k)
         units = owner == k
-        log_mass = _log_mass(graph, name, state[name], s, whole)[units]
-        size = torch.ones_like(log_mass)
+        tables = MassTables(graph, {name: state[name]}, [name], normalizations=whole)
+        mass = torch.from_numpy(tables.at(s.numpy()).grows)[units]
+        if not bool(torch.isfinite(mass).all()):
+            raise SymmetryError(f"unit norm needs factors of {name!r} that leave the range of float64")
+        size = torch.ones_like(mass)
         if k >= len(graph.scales):
-            size = filter_counts(graph, [name], count)[units]
-        if mean_square:
-            ones = {name: torch.ones(graph.shapes[name], device="cpu")}
-            entries = MassTables(graph, ones, [name], normalizations=whole).at(np.zeros(count))
-            size = torch.from_numpy(entries.grows)[units]
-        lost[units] = log_mass == -math.inf
-        s[units] = torch.where(lost[units], 0.0, 0.5 * (size.log() - log_mass))
+            size = filter_counts(graph, [name], len(owner))[units]
+        lost[units] = mass == 0
+        s[units] = torch.where(lost[units], 0.0, 0.5 * (size.log() - mass.log()))
     return s, lost
-
-
-def _log_mass(graph: SymmetryGraph, name: str, tensor: Tensor, s: Tensor, whole: bool) -> Tensor:
-    """Logarithms ``[count]`` of the mass of one tensor that grows with each factor, at log-factors ``s``."""
-    exponent = 0
-    if tensor.dtype == torch.float64:  # squares of single-precision weights always are in range
-        exponent = math.frexp(largest_entry(tensor))[1]
-        exponent = exponent if abs(exponent) > 300 else 0
-        tensor = tensor * 2.0 ** -(exponent // 2) * 2.0 ** -(exponent - exponent // 2)
-    tables = MassTables(graph, {name: tensor}, [name], normalizations=whole)
-    if float(s.abs().max()) > FAR or exponent:
-        logs = tables.log_grows(s.numpy())
-    else:
-        with np.errstate(divide="ignore"):
-            logs = np.log(tables.at(s.numpy()).grows)
-    return torch.from_numpy(logs) + 2 * exponent * math.log(2)
 
 
 def _makers(graph: SymmetryGraph, group: ScaleGroup) -> list[str]:
@@ -94,8 +73,6 @@ def _feeding(graph: SymmetryGraph, name: str, group: int, owner: Tensor) -> set[
             continue
         for _, index in terms:
             apart = all(a == 1 or b == 1 for a, b in zip(own.shape, index.shape, strict=True))
-            numbers = (
-                index if apart else torch.where(*torch.broadcast_tensors(own, index, torch.tensor(-1, device="cpu")))
-            )
+            numbers = index if apart else torch.where(own, index, -1)
             found.update(padded[numbers.unique()].tolist())
     return found - {-1, group}

@@ -1,10 +1,6 @@
 """How group elements act on weights, and on everything that is shaped like weights (gradients, averages).
 
-Functions take a state dict (or a stack of states with leading sample axes) and return a new one of the same type, with
-the ``_metadata`` of a module's state dict (see :func:`~tu_symmetry.states.as_given`); those whose names end in an
-underscore change the tensors instead. Modules, with their optimizers, are moved by :mod:`.in_place`.
-
-Laws (tests/symmetry/test_laws.py, float64): the function of the network is unchanged; actions compose and invert.
+Functions take a state dict (or a stack of states with leading sample axes) and return a new one of the same type.
 """
 
 from __future__ import annotations
@@ -36,9 +32,6 @@ def apply_permutation(
 
     Returns:
         A new state dict that computes the same function. Tensors that no group moves are shared with the input.
-
-    Raises:
-        SymmetryError: unknown groups, wrong shapes, no permutation, or a state of another architecture.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -48,30 +41,24 @@ def apply_permutation(
 def permute_tensors(
     graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """As :func:`apply_permutation`, for any subset of the tensors and without checks of their names.
-
-    This is what moves gradients, momenta, second moments and averages of weights along with the weights.
-    """
+    """As :func:`apply_permutation`, for any subset of the tensors and without checks of their names."""
     moved = as_given(tensors, tensors)
     permute_entries(graph, permutation, moved)
     return moved
 
 
 def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor.
-
-    The tensors are not written to: an entry that moves becomes another tensor, and the old one is let go.
-    """
+    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor."""
+    moved: dict[tuple[int, str], Tensor] = {}
     for name, steps in _steps(graph, permutation, tensors).items():
-        for step in steps:
-            tensors[name] = permute_axis(tensors[name], *step)
+        key = (id(tensors[name]), steps[0][0].parameter)
+        if key not in moved:
+            moved[key] = _stepped(tensors[name], steps)
+        tensors[name] = moved[key]
 
 
 class Permuted(Mapping[str, Tensor]):
-    """Tensors of a network with permuted units, each permuted when it is asked for.
-
-    Over tensors that are read from a file one by one, no network is ever in memory.
-    """
+    """Tensors of a network with permuted units, each permuted when it is asked for (and read from a file, say)."""
 
     def __init__(self, graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -79,10 +66,7 @@ class Permuted(Mapping[str, Tensor]):
         self._steps = _steps(graph, permutation, tensors, read=False)
 
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        for step in self._steps.get(name, ()):
-            tensor = permute_axis(tensor, *step)
-        return tensor
+        return _stepped(self._tensors[name], self._steps.get(name, ()))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -91,29 +75,19 @@ class Permuted(Mapping[str, Tensor]):
         return len(self._tensors)
 
 
-def permute_tensors_(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """As :func:`permute_tensors`, in place and piece by piece, without a second copy of the weights.
-
-    Names that hold the same tensor object are moved once.
-    """
-    once = {id(tensors[name]): (tensors[name], steps) for name, steps in _steps(graph, permutation, tensors).items()}
-    for tensor, steps in once.values():
-        for member, p, ndim in steps:
-            held = {tensor.ndim - ndim + k for k in (member.axis, member.within_axis) if k is not None}
-            for piece in _pieces(tensor, min(set(range(tensor.ndim)) - held, default=None)):
-                piece.copy_(permute_axis(piece, member, p, ndim))
-
-
 Step = tuple[PermutationMember, Tensor, int]  # see permute_axis
+
+
+def _stepped(tensor: Tensor, steps: Sequence[Step]) -> Tensor:
+    for step in steps:
+        tensor = permute_axis(tensor, *step)
+    return tensor
 
 
 def _steps(
     graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
 ) -> dict[str, list[Step]]:
-    """For each name among the tensors the axes that have to be permuted, in order, and how.
-
-    All indices are moved to where the first tensor lies, if tensors may be ``read`` before they are asked for.
-    """
+    """For each name among the tensors the axes that have to be permuted, in order, and how."""
     check_elements(permutation, "permutation")
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
@@ -129,7 +103,9 @@ def _steps(
             continue
         p = permutation[group.name]
         if parent_of(group.name, permutation) is not None:
-            p = _by_old_block(p, group.name, permutation)
+            by_old_block = torch.empty_like(p)
+            by_old_block[block_origin(group.name, permutation)] = p
+            p = by_old_block
         found += [(member, p) for member in group.members]
     first = next(iter(tensors.values()), None) if read else None
     if first is not None:
@@ -146,40 +122,14 @@ def _steps(
     return steps
 
 
-def _distinct(graph: Symmetries, parameter: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors that the names of a parameter hold, each once."""
-    held = (tensors[name] for name in graph.aliases[parameter] if name in tensors)
-    return list({id(tensor): tensor for tensor in held}.values())
-
-
-_PIECE = 2**22  # entries
-
-
-def _pieces(tensor: Tensor, axis: int | None) -> tuple[Tensor, ...]:
-    """Views of a tensor, cut along an axis, of few enough entries that working on one takes little memory."""
-    if axis is None or tensor.numel() <= _PIECE:
-        return (tensor,)
-    length = tensor.shape[axis]
-    step = max(1, _PIECE * length // tensor.numel())
-    return tuple(tensor.narrow(axis, start, min(step, length - start)) for start in range(0, length, step))
-
-
-def _by_old_block(p: Tensor, name: str, permutation: Mapping[str, Tensor]) -> Tensor:
-    """Re-index a nested permutation from the block where units arrive to the block they come from."""
-    by_old = torch.empty_like(p)
-    by_old[block_origin(name, permutation)] = p
-    return by_old
-
-
 def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int) -> Tensor:
     """Permute one tensor along one member's axis; ``ndim`` is its number of axes without leading sample axes."""
     axis = tensor.ndim - ndim + member.axis
-    index = member.index.to(tensor.device)
-    p = p.to(tensor.device)
+    index, p = member.index.to(tensor.device), p.to(tensor.device)
     size, copies = index.shape[-2:]
     moved = torch.gather(index, -2, p.unsqueeze(-1).expand(index.shape))
+    source = torch.arange(tensor.shape[axis], device=tensor.device)
     if member.within_axis is None:
-        source = torch.arange(tensor.shape[axis], device=tensor.device)
         source[index.reshape(-1)] = moved.reshape(-1)
         return tensor.index_select(axis, source)
     assert member.within is not None
@@ -187,34 +137,13 @@ def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int
     rows = member.within.to(tensor.device)
     blocks = rows.reshape(-1, rows.shape[-1])
     targets = index.reshape(len(blocks), size * copies) if member.index.ndim > 2 else index.reshape(1, -1)
-    sources = moved.reshape(targets.shape)
-    grid = torch.arange(tensor.shape[axis], device=tensor.device).repeat(tensor.shape[rows_axis], 1)
-    for block_rows, target, source in zip(blocks, targets, sources, strict=True):
-        grid[block_rows.unsqueeze(-1), target] = source
+    grid = source.repeat(tensor.shape[rows_axis], 1)
+    for block_rows, target, origin in zip(blocks, targets, moved.reshape(targets.shape), strict=True):
+        grid[block_rows.unsqueeze(-1), target] = origin
     shape = [1] * tensor.ndim
     shape[rows_axis], shape[axis] = grid.shape
     grid = (grid if rows_axis < axis else grid.T).reshape(shape)
     return torch.take_along_dim(tensor, grid, dim=axis)
-
-
-def flat_log_scale(graph: Symmetries, log_scale: Mapping[str, Tensor]) -> Tensor:
-    """All log-factors in the order of ``ScaleTerm.index``, float64, with a zero at the end for index -1."""
-    check_elements(log_scale, "log_scale")
-    groups = (*graph.scales, *graph.normalizations)
-    known = {g.name for g in groups}
-    for name in sorted(log_scale.keys() - known):
-        raise graph.unknown_group(name, known)
-    parts = []
-    for group in groups:
-        value = log_scale.get(group.name)
-        if value is None:
-            value = torch.zeros(group.size, dtype=torch.float64, device="cpu")
-        if tuple(value.shape) != (group.size,):
-            raise SymmetryError(f"log_scale[{group.name!r}] has shape {tuple(value.shape)}, expected ({group.size},)")
-        if not torch.isfinite(value).all():
-            raise SymmetryError(f"log_scale[{group.name!r}] holds NaN or infinite values")
-        parts.append(value.detach().to(torch.float64).cpu())
-    return torch.cat([*parts, torch.zeros(1, dtype=torch.float64, device="cpu")])
 
 
 def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,17 +151,15 @@ def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tens
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
-        log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; groups that are
-            left out keep factor one.
+        log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; others stay.
         state: state dict, or a stack of states with leading sample axes; every sample is scaled alike.
 
     Returns:
-        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not
-        exact). Factors are computed in float64 and rounded once.
+        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not exact).
+        Factors are computed in float64 and rounded once.
 
     Raises:
-        SymmetryError: unknown groups, wrong shapes, NaN, a state of another architecture, or weights that leave the
-            range of their dtype.
+        SymmetryError: what does not belong to the graph, NaN, or weights that leave the range of their dtype.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -247,72 +174,52 @@ def scale_tensors(
     ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
     """
     scaled = as_given(tensors, tensors)
-    for parameter, logs in _log_factors(graph, log_scale, power):
-        for name in graph.aliases[parameter]:
-            if name in scaled:
-                if power == 1.0:
-                    _require_range(scaled[name], logs, name)
-                scaled[name] = scaled[name].clone()
-                _multiply_(scaled[name], logs)
+    scale_entries(graph, log_scale, scaled, power=power)
     return scaled
 
 
-def scale_tensors_(
-    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
-) -> None:
-    """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once.
-
-    Nothing is changed where a weight would leave the range of its dtype.
-    """
-    if power == 1.0:
-        require_range(graph, log_scale, tensors)
+def scale_entries(graph: Symmetries, log_scale: LogScale, tensors: dict[str, Tensor], *, power: float = 1.0) -> None:
+    """As :func:`scale_tensors`, but in the dictionary itself, as :func:`permute_entries`."""
     for parameter, logs in _log_factors(graph, log_scale, power):
-        for tensor in _distinct(graph, parameter, tensors):
-            _multiply_(tensor, logs)
+        scaled: dict[int, Tensor] = {}
+        for name in graph.aliases[parameter]:
+            if name in tensors:
+                key = id(tensors[name])
+                if key not in scaled:
+                    if power == 1.0:
+                        _require_range(tensors[name], logs, name)
+                    scaled[key] = _multiplied(tensors[name], logs)
+                tensors[name] = scaled[key]
 
 
 def require_range(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """Raise a SymmetryError if :func:`scale_tensors` would take a weight out of the range of its dtype."""
     for parameter, logs in _log_factors(graph, log_scale, 1.0):
-        for tensor in _distinct(graph, parameter, tensors):
-            _require_range(tensor, logs, parameter)
+        for name in graph.aliases[parameter]:
+            if name in tensors:
+                _require_range(tensors[name], logs, parameter)
 
 
 def _log_factors(graph: Symmetries, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
     """The parameters that change, and float64 terms of the logarithms of their factors, which broadcast."""
-    flat = flat_log_scale(graph, log_scale)
+    check_elements(log_scale, "log_scale")
+    groups = (*graph.scales, *graph.normalizations)
+    known = {g.name for g in groups}
+    for name in sorted(log_scale.keys() - known):
+        raise graph.unknown_group(name, known)
+    parts = []
+    for group in groups:
+        value = log_scale.get(group.name, torch.zeros(group.size, dtype=torch.float64, device="cpu"))
+        if tuple(value.shape) != (group.size,):
+            raise SymmetryError(f"log_scale[{group.name!r}] has shape {tuple(value.shape)}, expected ({group.size},)")
+        if not torch.isfinite(value).all():
+            raise SymmetryError(f"log_scale[{group.name!r}] holds NaN or infinite values")
+        parts.append(value.detach().to(torch.float64).cpu())
+    flat = torch.cat([*parts, torch.zeros(1, dtype=torch.float64, device="cpu")])  # the zero answers for index -1
     for parameter, terms in graph.scale_terms.items():
         logs = [power * term.exponent * flat[term.index] for term in terms]
         if any(log.any() for log in logs):
             yield parameter, logs
-
-
-def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
-    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece.
-
-    Factors that single precision does not hold are applied in double precision, and those that double precision does
-    not hold as a product of several: 1e-200 exp(800) is 1e147, though exp(800) overflows. The products on the way lie
-    between the weight and the result, so that they stay in range if these do.
-    """
-    ndim = max(log.ndim for log in logs)
-    furthest = sum(float(log.abs().max()) for log in logs if log.numel())
-    precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)
-    times = max(1, math.ceil(furthest / _DOUBLE))
-    if times > 1:
-        logs = [log / times for log in logs]
-    start = 0
-    for piece in _pieces(tensor, tensor.ndim - ndim if ndim else None):
-        rows = slice(start, start := start + (piece.shape[-ndim] if ndim else 0))
-        own = [log[rows] if log.ndim == ndim > 0 and log.shape[0] > 1 else log for log in logs]
-        factor = _exp_of_sum(own).to(piece.device, precision)
-        if piece.dtype == precision:
-            for _ in range(times):
-                piece.mul_(factor)
-        else:
-            product = piece * factor
-            for _ in range(times - 1):
-                product *= factor
-            piece.copy_(product)
 
 
 _SINGLE = 40.0  # sums of log-factors up to here keep single-precision factors normal, with room to spare
@@ -320,11 +227,27 @@ _DOUBLE = 600.0  # the same for double precision
 _LOST, _LOST_SUBNORMAL = 0.01, 0.5  # share of a tensor's norm that rounding below the normal range may take
 
 
-def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
-    """Raise if scaling a tensor takes its entries out of the range of its dtype; NaN and infinity stay what they are.
+def _multiplied(tensor: Tensor, logs: Sequence[Tensor]) -> Tensor:
+    """``tensor * exp(sum(logs))``, rounded once.
 
-    A single entry may be rounded to zero, as long as the tensor keeps its norm.
+    Factors that double precision does not hold become a product of several: 1e-200 exp(800) is 1e147, though exp(800)
+    overflows. The products on the way lie between the weight and the result.
     """
+    furthest = sum(float(log.abs().max()) for log in logs if log.numel())
+    precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)
+    times = max(1, math.ceil(furthest / _DOUBLE))
+    factor = torch.ones((), dtype=torch.float64, device="cpu")
+    for log in logs:  # a product over axes takes few exponentials
+        factor = factor * torch.exp(log / times)
+    factor = factor.to(tensor.device, precision)
+    product = tensor * factor
+    for _ in range(times - 1):
+        product = product * factor
+    return product.to(tensor.dtype)
+
+
+def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
+    """Raise if scaling takes entries out of the range of their dtype; one may become zero where the norm stays."""
     if tensor.numel() == 0 or tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
         return
     largest = largest_entry(tensor)
@@ -335,16 +258,15 @@ def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
     ):
         return
     sizes = tensor.detach().abs()
-    wide = sizes.to(torch.float64, copy=True)
-    finite = torch.isfinite(wide)
-    _multiply_(wide, logs)
+    wide = _multiplied(sizes.to(torch.float64), logs)
+    finite = torch.isfinite(sizes)
     rounded = wide.to(sizes.dtype).double()
     norm = float(torch.where(finite, wide, 0.0).max())  # in units of the largest, whose square may leave the range
+    became = f"its largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave"
     if not torch.isfinite(rounded[finite]).all():
         raise SymmetryError(
-            f"{name!r} would leave the range of {tensor.dtype} (up to {held.max:.1e}) under this rescaling: its "
-            f"largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave the "
-            "scale as it is"
+            f"{name!r} would leave the range of {tensor.dtype} (up to {held.max:.1e}) under this rescaling: {became} "
+            "the scale as it is"
         )
     lost = 1.0
     if norm > 0:
@@ -352,8 +274,7 @@ def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
     if lost > (_LOST if largest >= held.tiny else _LOST_SUBNORMAL):
         raise SymmetryError(
             f"{name!r} would fall below the range of {tensor.dtype} (normal down to {held.tiny:.1e}) under this "
-            f"rescaling: its largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype "
-            "first, or leave the scale as it is"
+            f"rescaling: {became} the scale as it is"
         )
 
 
@@ -363,14 +284,6 @@ def largest_entry(tensor: Tensor) -> float:
     if own.numel() == 0:
         return 0.0
     low, high = numbers(torch.aminmax(own))
-    largest = max(-low, high)
     if not math.isfinite(low) or not math.isfinite(high):
-        largest = float(own.abs().nan_to_num(0.0, posinf=0.0).max())
-    return largest
-
-
-def _exp_of_sum(logs: Sequence[Tensor]) -> Tensor:
-    """``exp(sum(logs))``; as a product over axes, which takes few exponentials, unless these could overflow."""
-    if sum(float(log.abs().max()) for log in logs) > 600:
-        return torch.exp(sum(logs, torch.zeros((), dtype=torch.float64, device="cpu")))
-    return math.prod((torch.exp(log) for log in logs), start=torch.ones((), dtype=torch.float64, device="cpu"))
+        return float(own.abs().nan_to_num(0.0, posinf=0.0).max())
+    return max(-low, high)

@@ -1,27 +1,7 @@
 """The axis algebra: which hidden units index the axes of a tensor, and which log-scales multiply its entries.
 
-**Labels.** Every axis of every tensor carries a label for each position: a tuple of *components*, integer arrays that
-broadcast against the tensor. An entry ``u >= 0`` is a hidden unit, an entry ``-1 - k`` is the fixed position ``k`` of
-something that cannot move (a pixel, a gate, a slot). An axis without components is pinned. A component usually varies
-along its own axis alone; where it varies along a second axis too, it is nested in that axis (the units of a head in
-the heads, the inputs of a grouped convolution in the groups). Because labels are arrays, every operator that merely
-moves data (views, slices, concatenations, shuffles) acts on them as it acts on the tensor, and no structure is lost.
-
-**Scales.** A tensor also carries a sum of terms ``coefficient * variable``: the log of the factor by which a positive
-rescaling of hidden units multiplies its entries. The variables are again arrays that broadcast against the tensor.
-
-As an example, ``c(relu(a(x)).view(n, 2, 3))`` with rows ``u0 .. u5`` of ``a`` and columns ``w0 .. w2`` of ``c``:
-
-====================  ===================================================================================
-``a(x)``              ``[n, 6]``; axis 0 is pinned (a batch), axis 1 has the label ``[[0 1 2 3 4 5]]``
-``view(n, 2, 3)``     axis 2 has the label ``[[[0 1 2], [3 4 5]]]``, nested in axis 1, and axis 1 two new
-                      units ``u6, u7``, for the blocks ``u0 u1 u2`` and ``u3 u4 u5``
-``c``                 reads both blocks with the same columns: ``u0`` is bound to the pair ``(w0, u6)``, ``u3``
-                      to ``(w0, u7)`` and so on: rows of ``a`` move as pairs of a column and a block
-====================  ===================================================================================
-
-Values are moved by the functions of :mod:`.views`; what operators demand (ties between units, pins, linear constraints
-on scales) is written down in the :class:`~.ledger.Ledger`.
+Operators that move data act on labels and scales, which are arrays, as they act on the tensor (:mod:`.views`); what
+operators demand of units and scales is written down in the :class:`~.ledger.Ledger`.
 """
 
 from __future__ import annotations
@@ -45,24 +25,19 @@ ZERO = 0  # the scale variable that is always zero
 class Value:
     """What is known of one tensor of the traced graph.
 
-    Attributes:
-        shape: the tensor's shape.
-        labels: for each axis its components; ``()`` for an axis that is pinned or of size one.
-        reasons: for each axis why it is pinned (empty where it is not).
-        scale: terms of the log-scale; ``()`` for a tensor that does not scale.
-        parameter: name, if this is a parameter or buffer itself.
-        fill: the number that every entry holds, if this is known to be such a constant (padding, zeros).
-        points: if the entries of an integer tensor are positions along an axis (what ``argmax`` returns), that axis's
-            label, as one-dimensional components: under a permutation of these units the entries are renamed.
+    A label is a tuple of components, integer arrays that broadcast against the tensor. An entry ``u >= 0`` is a hidden
+    unit, an entry ``-1 - k`` the fixed position ``k`` of what cannot move (a pixel, a gate). A component that varies
+    along another axis too is nested in it: ``a(x).view(n, 2, 3)`` of six units has ``[[[0 1 2], [3 4 5]]]`` on axis 2
+    and two new units ``[[[6], [7]]]``, for the blocks, on axis 1.
     """
 
     shape: tuple[int, ...]
-    labels: tuple[Label, ...]
-    reasons: tuple[str, ...]
-    scale: tuple[Term, ...] = ()
-    parameter: str | None = None
-    fill: float | None = None
-    points: Label = ()
+    labels: tuple[Label, ...]  # of each axis; () where it is pinned, or of size one
+    reasons: tuple[str, ...]  # why each axis is pinned, empty where it is not
+    scale: tuple[Term, ...] = ()  # coefficients times variables, arrays too: the log of the factor of each entry
+    parameter: str | None = None  # name, if this is a parameter or buffer itself
+    fill: float | None = None  # the number that every entry holds, if this is known to be such a constant
+    points: Label = ()  # of the axis whose positions the entries are (`argmax`): renamed as its units move
 
     @property
     def ndim(self) -> int:
@@ -77,12 +52,8 @@ class Value:
         def put(items: tuple[Any, ...], item: Any) -> tuple[Any, ...]:
             return items if item is None else (*items[:axis], item, *items[axis + 1 :])
 
-        return replace(
-            self,
-            shape=put(self.shape, size),
-            labels=put(self.labels, label),
-            reasons=put(self.reasons, reason),
-        )
+        shape, labels, reasons = put(self.shape, size), put(self.labels, label), put(self.reasons, reason)
+        return replace(self, shape=shape, labels=labels, reasons=reasons)
 
 
 def code(positions: Array) -> Array:
@@ -90,11 +61,15 @@ def code(positions: Array) -> Array:
     return -1 - positions
 
 
+def kinds(rows: Array) -> Array:
+    """Codes of fixed positions, one for each row; equal rows have the same."""
+    _, inverse = np.unique(rows, axis=0, return_inverse=True)
+    return code(inverse.reshape(-1).astype(np.int64))
+
+
 def along(values: Array, axis: int, ndim: int) -> Array:
     """A one-dimensional array, laid along one axis of a tensor with ``ndim`` axes."""
-    shape = [1] * ndim
-    shape[axis] = len(values)
-    return values.reshape(shape)
+    return values.reshape([len(values) if k == axis else 1 for k in range(ndim)])
 
 
 def tighten(array: Array) -> Array:
@@ -110,6 +85,22 @@ def tighten(array: Array) -> Array:
 def varies(array: Array) -> tuple[int, ...]:
     """The axes along which a tightened array varies."""
     return tuple(axis for axis, size in enumerate(array.shape) if size > 1)
+
+
+def nested_in(label: Label, axis: int) -> set[int]:
+    """The other axes that the label of an axis varies along."""
+    return {k for component in label for k in varies(component)} - {axis}
+
+
+def moving(label: Label) -> bool:
+    """Whether a label has a hidden unit."""
+    return any((component >= 0).any() for component in label)
+
+
+def units_of(labels: Sequence[Label]) -> Array:
+    """All hidden units of some labels, in ascending order."""
+    held = [component[component >= 0] for label in labels for component in label]
+    return distinct(np.concatenate(held)) if held else np.empty(0, dtype=np.int64)
 
 
 def distinct(values: Array) -> Array:
@@ -146,13 +137,7 @@ def among(array: Array, values: Array) -> NDArray[np.bool_]:
 
 
 def merge_fixed(x: Array, y: Array) -> Array:
-    """One component for two that meet: units first, and one code for each pair of fixed positions that meet.
-
-    Both components can be told from the result, but for units that met units (these are tied) or fixed positions
-    (these are pinned or told apart by a mark)::
-
-        x = [u0, u1, -1, -1, -2]    y = [v0, -1, v2, -1, -1]    ->    [u0, u1, v2, -1, -2]
-    """
+    """One component for two: ``[u0, u1, -1, -2]`` and ``[v0, -1, -1, -1]`` become ``[u0, u1, -1, -2]``."""
     both = (x < 0) & (y < 0)
     merged = np.where(x >= 0, x, y)
     if both.any():
@@ -160,8 +145,7 @@ def merge_fixed(x: Array, y: Array) -> Array:
         if len(pairs) == len(distinct(x[both])):  # the left side tells them all apart
             merged[both] = x[both]
         elif len(pairs) > len(distinct(y[both])):
-            _, kinds = np.unique(np.stack([-x[both], -y[both]], axis=1), axis=0, return_inverse=True)
-            merged[both] = code(kinds.reshape(-1).astype(np.int64))
+            merged[both] = kinds(np.stack([-x[both], -y[both]], axis=1))
     return merged
 
 
@@ -176,29 +160,20 @@ def segments(old: Sequence[int], new: Sequence[int]) -> list[tuple[tuple[int, ..
     found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     i = j = 0
     while i < len(old) or j < len(new):
-        if i < len(old) and old[i] == 1:
-            if j < len(new) and new[j] == 1:
-                found.append(((i,), (j,)))
-                j += 1
-            else:
-                found.append(((i,), ()))
-            i += 1
+        left, right = old[i : i + 1] == (1,), new[j : j + 1] == (1,)
+        if left or right:  # axes of size one are matched with each other where they meet
+            found.append(((i,) if left else (), (j,) if right else ()))
+            i, j = i + left, j + right
             continue
-        if j < len(new) and new[j] == 1:
-            found.append(((), (j,)))
-            j += 1
-            continue
-        left, right = [i], [j]
+        first, second = i, j
         a, b = old[i], new[j]
         while a != b:
             if a < b:
                 i += 1
-                left.append(i)
                 a *= old[i]
             else:
                 j += 1
-                right.append(j)
                 b *= new[j]
-        found.append((tuple(left), tuple(right)))
         i, j = i + 1, j + 1
+        found.append((tuple(range(first, i)), tuple(range(second, j))))
     return found

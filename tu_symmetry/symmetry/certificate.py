@@ -1,11 +1,7 @@
 """Certificates: how much the outputs of a user's own network change between two states that should compute the same.
 
 Verification shows that a symmetry holds for random weights. A certificate is measured on the very weights that were
-transformed: the change of the outputs on example inputs, beside the change that the rounding of the weights explains.
-
-Laws (tests/symmetry/test_certificate.py): a certificate holds for every element of every group, in float64, float32 and
-bfloat16, and does not hold where one tensor of a group is left behind. A wrong symmetry that passes for verified is
-refused by everything that transforms weights with it, before anything is returned, written or changed in place.
+transformed: the change of the outputs, beside the change that the rounding of the weights explains.
 """
 
 from __future__ import annotations
@@ -32,25 +28,21 @@ MOST_OF_EPSILON = 1e-3
 _MODERATE = 0.05  # of the outputs' norm: more than that is another function, whatever the reason
 _OBVIOUS = 1e-12  # a relative change of every output entry that needs no explanation
 _ONE_AT_A_TIME = threading.Lock()  # a run puts its weights into the graph's one module, also in threads of an alignment
-_ASKED = "certify=False was passed"
-_NO_NETWORK = (
-    "the symmetry graph holds no network to run (it was unpickled or built by hand); "
-    "certify(graph, before, after, model=model, example_inputs=x) measures the change of outputs"
-)
+_NO_NETWORK = "the symmetry graph holds no network to run (it was unpickled or built by hand)"
+_PASS_ONE = "certify(graph, before, after, model=model, example_inputs=x) measures the change of outputs"
 
 
 @dataclass(frozen=True)
 class Certificate:
     """The change of a network's outputs from one state to another, and what rounding explains of it.
 
-    Both numbers are of the one output entry, over all samples, whose change exceeds what is allowed for it by the
-    largest factor (or comes closest to it), relative to that entry's own scale: its magnitude, or what it changes by
-    when the weights change by their own size, whichever matters.
+    Both numbers are of the output entry, over all samples, that fares worst, relative to that entry's own scale: its
+    magnitude, or what it changes by when the weights change by their own size.
 
     Attributes:
         change: relative change; inf where integer outputs, or the places of NaN and infinite outputs, differ.
-        allowed: relative change that is explained by the rounding of the weights and of the computation (and, where
-            only the epsilon of a normalization breaks the symmetry, by that epsilon: at most 1e-3).
+        allowed: relative change that is explained by the rounding of the weights and of the computation, or by the
+            epsilon of a normalization (at most 1e-3).
         dtype: the lowest precision among the weights that were rounded; float64 where weights only changed places.
         outputs: number of output entries that were compared, over all samples.
         samples: number of pairs of states that were compared: one, or those of a stack.
@@ -91,11 +83,9 @@ def certify(
 ) -> Certificate:
     """Measure how much the outputs of a network change between two states that should compute the same function.
 
-    The network runs in float64, in evaluation mode, with constants for noise, on the inputs that the graph was
-    discovered with or on those given. What rounding explains is measured too: a tensor whose entries only changed
-    places was not rounded, every other one is perturbed by the rounding of its own dtype, a few times. A certificate
-    takes three runs of the network for each sample (five where a normalization's epsilon plays a role), and more where
-    they do not explain the change at once.
+    The network runs in float64, in evaluation mode, with constants for noise. What rounding explains is measured too: a
+    tensor whose entries only changed places was not rounded, every other one is perturbed by the rounding of its own
+    dtype, a few times.
 
     Args:
         graph: the architecture's symmetry graph; its ``probe`` is the network.
@@ -108,9 +98,6 @@ def certify(
 
     Returns:
         The certificate of the sample that fares worst.
-
-    Raises:
-        SymmetryError: if there is no network or no input to run, or a state is not of this architecture.
     """
     probe = graph.probe
     if model is not None:
@@ -118,10 +105,7 @@ def certify(
             raise SymmetryError("certify was given a model without example inputs: pass example_inputs=... too")
         probe = Probe.of(model, example_inputs, example_kwargs)
     elif probe is None:
-        raise SymmetryError(
-            "this symmetry graph holds no network to run: it was unpickled or built by hand (probes are not "
-            "stored). Pass the module and inputs: certify(graph, before, after, model=model, example_inputs=x)"
-        )
+        raise SymmetryError(f"{_NO_NETWORK}: pass the module and inputs; {_PASS_ONE}")
     elif example_inputs is not None:
         probe = probe.given(example_inputs, example_kwargs)
     leading = graph.check_state(before, finite=False, name="the state before")
@@ -138,29 +122,12 @@ def certify(
         _one(probe, _at(place, before), _at(place, after), inexact) for place in itertools.product(*map(range, shape))
     ]
     worst = max(found, key=lambda f: (not f[0].holds, f[0].change / max(f[0].allowed, 1e-300)))[0]
-    dtypes = [dtype for _, dtype in found]
-    return Certificate(
-        worst.change,
-        worst.allowed,
-        max(dtypes, key=lambda d: torch.finfo(d).eps),
-        sum(f.outputs for f, _ in found),
-        len(found),
-    )
+    dtype = max((dtype for _, dtype in found), key=lambda d: torch.finfo(d).eps)
+    return Certificate(worst.change, worst.allowed, dtype, sum(f.outputs for f, _ in found), len(found))
 
 
 def require_certificate(certificate: Certificate, name: str) -> Certificate:
-    """Refuse transformed weights whose outputs changed by more than rounding explains.
-
-    Args:
-        certificate: what :func:`certify` measured.
-        name: what to call the weights, or the operation, in the error.
-
-    Returns:
-        The certificate.
-
-    Raises:
-        SymmetryError: if it does not hold.
-    """
+    """Refuse weights, which errors call ``name``, whose outputs changed by more than rounding explains."""
     if not certificate.holds:
         raise SymmetryError(
             f"{name}: the outputs of the transformed network are not those of the one before. They change by "
@@ -190,44 +157,36 @@ def _one(
             rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
             real = torch.zeros((), dtype=kind, device="cpu").real.dtype if kind.is_complex else kind
             dtype = max(dtype, real, key=lambda d: torch.finfo(d).eps)
-    outputs = probe.run(before)
-    moved = probe.run(after)
+    outputs, moved = probe.run(before), probe.run(after)
     explained: list[Tensor] | None = None
     if inexact and rounding:
         exact = probe.without_epsilons()
         explained = _epsilon_effect((outputs, exact.run(before)), (moved, exact.run(after)))
     reference = Reference(outputs)
     generator = torch.Generator().manual_seed(0)
-
-    def amount(name: str) -> float:
-        return max(rounding.get(name, 0.0), COMPUTATION * probe.epsilon)
-
-    noise = max(COMPUTATION * probe.epsilon, *rounding.values(), 0.0)
-
-    def measure(times: int) -> Difference:
-        for _ in range(times):
-            reference.change(outputs, probe.perturbed(before, amount, generator), noise)
-        return reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
-
-    found = measure(1)
-    for more in (1, 2, 12):  # an entry that the first draws of the noise hardly moved by chance
+    computation = COMPUTATION * probe.epsilon
+    noise = max(computation, *rounding.values(), 0.0)
+    found = Difference(float("inf"), 0.0, 0)
+    for draws in (1, 1, 2, 12):  # more for an entry that the first draws of the noise hardly moved by chance
+        for _ in range(draws):
+            after_noise = probe.perturbed(before, lambda n: max(rounding.get(n, 0.0), computation), generator)
+            reference.change(outputs, after_noise, noise)
+        found = reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
         if found.holds or found.change == float("inf"):
             break
-        found = measure(more)
     return found, dtype
 
 
 def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
     """For each output entry the change that the epsilons make in the two states, together; at most 1e-3 of it."""
     total: list[Tensor] = []
-    for k in range(len(pairs[0][0])):
-        size = pairs[0][0][k]
-        if not is_continuous(size):
-            total.append(torch.zeros((), device="cpu"))
-            continue
-        effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), torch.zeros((), device="cpu"))
-        effect = torch.where(torch.isfinite(effect), effect, 0.0)
-        total.append(torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0)))
+    for k, size in enumerate(pairs[0][0]):
+        effect = torch.zeros((), device="cpu")
+        if is_continuous(size):
+            effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), effect)
+            effect = torch.where(torch.isfinite(effect), effect, 0.0)
+            effect = torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0))
+        total.append(effect)
     return total
 
 
@@ -272,32 +231,26 @@ def measured(
     wanted: bool = True,
     rounded: bool = True,
 ) -> tuple[Certificate | None, str]:
-    """Certify transformed weights where the graph holds a network to run.
+    """Certify transformed weights, which errors call ``name``, where that is ``wanted`` and can be run.
 
-    Args:
-        graph: the symmetry graph.
-        before: state dict.
-        after: the transformed one.
-        name: what to call the weights in an error.
-        wanted: whether to measure at all.
-        rounded: whether the weights were rounded. If they only changed places, outputs of ordinary networks agree to
-            twelve digits, which two forward passes show; what they do not show is certified in full.
+    Weights that only changed places (not ``rounded``) give the same outputs to twelve digits in ordinary networks,
+    which two forward passes show; what they do not show is certified in full.
 
     Returns:
         The certificate, which holds, and an empty text; or None, and why there is none.
 
     Raises:
-        SymmetryError: the outputs changed by more than rounding, and for groups that hold up to the epsilon of a
-            normalization by more than that epsilon, explains.
+        SymmetryError: the outputs changed by more than rounding or the epsilon of a normalization explains.
     """
     if not wanted:
-        return None, _ASKED
+        return None, "certify=False was passed"
     if graph.probe is None:
-        return None, _NO_NETWORK
+        return None, f"{_NO_NETWORK}; {_PASS_ONE}"
     try:
         with _ONE_AT_A_TIME:
-            found = (None if rounded else _obvious(graph, before, after)) or certify(graph, before, after)
-            by_epsilon = None if found.holds else _epsilon_alone(graph, before, after, found)
+            found = None if rounded else _by_outputs(graph.probe, before, after, of_norm=False)
+            found = found or certify(graph, before, after)
+            by_epsilon = None if found.holds else _epsilon_alone(graph, before, after, found.dtype)
     except SymmetryError as error:
         return None, f"the network could not be run with these weights: {error}"
     if by_epsilon is None or by_epsilon.change > _MODERATE:
@@ -305,8 +258,8 @@ def measured(
     if not by_epsilon.holds:
         warnings.warn(
             f"{name}: the outputs change by {by_epsilon.change:.1e} of their norm. The epsilons of normalizations make "
-            "this change: without them the outputs stay the same. Fold those of batch normalizations "
-            "(epsilons=normalization_epsilons(model)), or leave such scales alone",
+            "this change: without them the outputs stay the same. Leave such scales alone, or make the "
+            "epsilons smaller",
             EpsilonWarning,
             stacklevel=4,
         )
@@ -314,48 +267,42 @@ def measured(
 
 
 def _epsilon_alone(
-    graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor], found: Certificate
+    graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Certificate | None:
-    """The change of the outputs' norm, if it is gone where normalizations have no epsilon; None if it is not.
-
-    Groups that a normalization undoes are symmetries up to its epsilon, as the graph says of them (``exact`` is False).
-    An entry that is small by cancellation may change by much of its own size then, so the norm counts.
-    """
-    if all(g.exact for g in (*graph.scales, *graph.normalizations)):
+    """The change of the outputs' norm, if it is gone where normalizations have no epsilon; None if it is not."""
+    probe = graph.probe
+    if probe is None or all(g.exact for g in (*graph.scales, *graph.normalizations)):
         return None
-    assert graph.probe is not None
-    if not certify(replace(graph, probe=graph.probe.without_epsilons()), before, after).holds:
+    if not certify(replace(graph, probe=probe.without_epsilons()), before, after).holds:
         return None
-    worst = 0.0
-    for a, b in zip(*(graph.probe.run(state) for state in (before, after)), strict=True):
-        if not is_continuous(a):
-            if not torch.equal(a, b):
-                return None
-            continue
-        finite = torch.isfinite(a)
-        if not torch.equal(finite, torch.isfinite(b)):
-            return None
-        size, change = (float(t[finite].norm()) for t in (a, a - b))
-        worst = max(worst, change / max(size, 1e-300))
-    return Certificate(worst, MOST_OF_EPSILON, found.dtype, found.outputs)
+    found = _by_outputs(probe, before, after, of_norm=True)
+    return None if found is None else replace(found, dtype=dtype)
 
 
-def _obvious(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Certificate | None:
-    """The certificate of a change that is within rounding of each output entry by itself; None if it is not."""
-    assert graph.probe is not None
-    pairs = list(zip(*(graph.probe.run(state) for state in (before, after)), strict=True))
-    worst = 0.0
-    for a, b in pairs:
+def _by_outputs(
+    probe: Probe, before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, of_norm: bool
+) -> Certificate | None:
+    """The change of the outputs, relative to their norm or to each entry by itself."""
+    worst, count = 0.0, 0
+    for a, b in zip(probe.run(before), probe.run(after), strict=True):
+        count += a.numel()
         if a.shape != b.shape or a.dtype != b.dtype:
             return None
         if not is_continuous(a):
             if not torch.equal(a, b):
                 return None
             continue
-        if a.dtype not in (torch.float64, torch.complex128) or not torch.isfinite(a).all():
-            return None
-        change = torch.where(a == b, 0.0, (a - b).abs() / a.abs())
-        worst = max(worst, float(change.max()) if change.numel() else 0.0)
-        if not worst <= _OBVIOUS:
-            return None
-    return Certificate(worst, _OBVIOUS, torch.float64, sum(a.numel() for a, _ in pairs))
+        finite = torch.isfinite(a)
+        if of_norm:
+            if not torch.equal(finite, torch.isfinite(b)):
+                return None
+            size, change = (float(t[finite].norm()) for t in (a, a - b))
+            worst = max(worst, change / max(size, 1e-300))
+        else:
+            if a.dtype not in (torch.float64, torch.complex128) or not finite.all():
+                return None
+            relative = torch.where(a == b, 0.0, (a - b).abs() / a.abs())
+            worst = max(worst, float(relative.max()) if relative.numel() else 0.0)
+            if not worst <= _OBVIOUS:
+                return None
+    return Certificate(worst, MOST_OF_EPSILON if of_norm else _OBVIOUS, torch.float64, count)

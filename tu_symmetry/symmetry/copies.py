@@ -13,12 +13,7 @@ from tu_symmetry.modules import uncompiled
 
 
 def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
-    """A copy of any module, also of one that keeps tensors with a gradient's history.
-
-    Args:
-        model: the module.
-        held: what stands in the copy for tensors of the module, by their ids; all others are copied.
-    """
+    """A copy of any module, also of one that keeps tensors with a gradient's history."""
     memo = {} if held is None else held
     for part in reversed(list(model.modules())):
         if uncompiled(part) is not part and not isinstance(part, _Plain):

@@ -1,27 +1,19 @@
 """A symmetry graph as a picture: layers in rows, groups in lanes beside them, and a self-contained HTML page of it.
 
-A group is an edge between all the layers whose tensors it moves. It is drawn as a line down a lane, with a branch to
-each of its layers::
-
-    conv1   ----o          the group begins here: its name stands at the right
-    bn1     ----o
-    conv2   ----o---o      conv2 reads the first group's units and makes those of the second
-    fc      --------o
-
-Lanes are shared by groups that do not meet, as tracks of a railway station, so that a deep network stays narrow.
+A group is a line down a lane, with a branch to each of the layers whose tensors it moves. Lanes are shared by groups
+that do not meet, as tracks of a railway station, so that a deep network stays narrow.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from html import escape
 from typing import Literal, NamedTuple
 
 from tu_symmetry.files import write_text
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.report import member_text, shape_text, summary
+from tu_symmetry.symmetry.report import TITLES, member_texts, shape_text, summary
 from tu_symmetry.symmetry.symmetries import Symmetries
 
 Kind = Literal["permutation", "nested", "scale", "normalization"]
@@ -29,10 +21,7 @@ NAME, NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of a
 
 
 class Branch(NamedTuple):
-    """Where a group touches a layer, by the layer's row and the height in the drawing.
-
-    It moves what the layer makes (axis 0; a factor with a positive exponent), what the layer reads, or both.
-    """
+    """Where a group touches a layer, by the layer's row and the height in the drawing."""
 
     layer: int
     makes: bool
@@ -41,10 +30,7 @@ class Branch(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """One group: its size as text (``12·64`` for 12 blocks of 64), its hue in degrees, its column from the left.
-
-    Nested groups, and the factors of the same units, have their parent's hue. Branches are listed from above.
-    """
+    """One group: its size as text (``12·64`` for 12 blocks of 64), its hue in degrees, its column from the left."""
 
     name: str
     kind: Kind
@@ -78,8 +64,7 @@ def lay_out(graph: Symmetries) -> Layout:
     for name in graph.shapes:
         rows.setdefault(name.rpartition(".")[0] or name, []).append(name)
     number = {parameter: k for k, held in enumerate(rows.values()) for parameter in held}
-    touched = [(group, _touched(group, number)) for group in graph.groups()]
-    touched = [(group, where) for group, where in touched if where]
+    touched = [(group, where) for group in graph.groups() if (where := _touched(group, number))]
     touched.sort(key=lambda pair: min(pair[1]))
     heights: dict[tuple[int, int], float] = {}  # of the branch of a group in a row, from the row's upper edge
     filled = [4.0] * len(rows)
@@ -94,18 +79,21 @@ def lay_out(graph: Symmetries) -> Layout:
         largest = max(held, key=lambda n: (len(graph.shapes[n]), n.endswith("weight")))
         layers.append(Layer(name, tuple(graph.shapes[largest]), top, height))
         top += height + 6.0
-    hues = hues_of(graph)
+    hues: dict[str, float] = {}  # by the golden angle, so that neighbors differ
+    for group in graph.groups():
+        if group.name not in hues:
+            parent = getattr(group, "parent", None)
+            hues[group.name] = hues[parent] if parent in hues else len(hues) * 137.508 % 360
     ends: list[int] = []
     lanes = []
     for k, (group, where) in enumerate(touched):
-        first, last = min(where), max(where)
-        column = next((c for c, end in enumerate(ends) if end < first), len(ends))
-        ends[column : column + 1] = [last]
-        lower = {row: (layers[row].height - filled[row] - 4.0) / 2 for row in where}  # in the middle of a box
-        branches = tuple(
-            Branch(row, *where[row], layers[row].top + heights[k, row] + lower[row]) for row in sorted(where)
-        )
-        lanes.append(Lane(group.name, _kind(group), shape_text(group), hues[group.name], column, branches))
+        column = next((c for c, end in enumerate(ends) if end < min(where)), len(ends))
+        ends[column : column + 1] = [max(where)]
+        branches = []
+        for row in sorted(where):
+            lower = (layers[row].height - filled[row] - 4.0) / 2  # in the middle of a box
+            branches.append(Branch(row, *where[row], layers[row].top + heights[k, row] + lower))
+        lanes.append(Lane(group.name, _kind(group), shape_text(group), hues[group.name], column, tuple(branches)))
     return Layout(tuple(layers), tuple(lanes), len(ends), top)
 
 
@@ -124,16 +112,6 @@ def _kind(group: PermutationGroup | ScaleGroup) -> Kind:
     return "normalization" if isinstance(group, NormalizationGroup) else "scale"
 
 
-def hues_of(graph: Symmetries) -> dict[str, float]:
-    """Hues by the golden angle, so that neighbors differ; what belongs together has one."""
-    hues: dict[str, float] = {}
-    for group in graph.groups():
-        if group.name not in hues:
-            parent = getattr(group, "parent", None)
-            hues[group.name] = hues[parent] if parent in hues else len(hues) * 137.508 % 360
-    return hues
-
-
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 _STYLE = """
@@ -143,10 +121,6 @@ th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #e4e4e
 td.name, td.members { font-family: ui-monospace, monospace; font-size: 12px; overflow-wrap: anywhere; }
 td.number { text-align: right; white-space: nowrap; }
 tr.nested td.name { padding-left: 2rem; }
-.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .5em; border: 1px solid #666; }
-.badge { font-size: 11px; border: 1px solid #999; border-radius: .6em; padding: 0 .5em; margin-right: .3em; }
-rect { stroke: #555; stroke-width: .5; }
-rect:hover { stroke: #000; stroke-width: 2; }
 @media (prefers-color-scheme: dark) {
   body { background: #17181a; color: #ddd; } th, td { border-color: #333; } text { fill: #ddd; }
   .layer { fill: #26282b; } .made { stroke: #17181a; } .read { fill: #17181a; }
@@ -166,8 +140,11 @@ rect:hover { stroke: #000; stroke-width: 2; }
 
 _HEAD = "<!DOCTYPE html>"
 _TITLE = "<title>Symmetries of "
-_PINNED = "#b9b9b9"
-_PLAIN = "#ffffff"
+_LEGEND = (
+    "A box is a layer, a line is a group. A dot: the group moves what the layer makes. A ring: it moves what the layer "
+    "reads. Solid lines are permutations, thin ones permutations within blocks, dashed ones positive scales, dotted "
+    "ones normalizations. Hover for names."
+)
 
 
 def is_drawing(content: bytes) -> bool:
@@ -176,43 +153,64 @@ def is_drawing(content: bytes) -> bool:
 
 
 def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
-    """Draw the network with its groups, then its tensors, and list all groups.
-
-    How to read the drawings is said on the page. Hovering names the group or the reason.
+    """The network with its groups as a page that needs no network: a drawing, its tensors, and all groups.
 
     Args:
         graph: the symmetry graph.
         path: where to write the page too (whole or not at all), or None.
-
-    Returns:
-        The page, which needs no network.
     """
     of = escape(graph.architecture or "a network")
-    colors = _colors(graph)
-    facts = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in summary(graph))
-    page = "\n".join(
-        [
-            _HEAD,
-            f'<html lang="en"><head><meta charset="utf-8">{_TITLE}{of}</title><style>{_STYLE}</style></head><body>',
-            f"<h1>Symmetries of {of}</h1>",
-            f"<table>{facts}</table>",
-            "<h2>Network</h2>",
-            "<p>A box is a layer, a line is a group. A dot: the group moves what the layer makes. A ring: it moves "
-            "what the layer reads. Solid lines are permutations, thin ones permutations within blocks, dashed ones "
-            "positive scales, dotted ones normalizations.</p>",
-            _network(graph),
-            "<h2>Tensors</h2>",
-            "<p>In the order of the state dict. Each bar is an axis, colored by the permutation group that moves it; "
-            "gray is pinned. Hover for names.</p>",
-            _tensors(graph, colors),
-            *_tables(graph, colors),
-            "</body></html>",
-            "",
-        ]
-    )
+    parts = [
+        _HEAD,
+        f'<html lang="en"><head><meta charset="utf-8">{_TITLE}{of}</title><style>{_STYLE}</style></head><body>',
+        f"<h1>Symmetries of {of}</h1>",
+        _table([f"<th>{escape(k)}</th><td>{escape(v)}</td>" for k, v in summary(graph)]),
+        f"<h2>Network</h2><p>{_LEGEND}</p>",
+        _network(graph),
+        "<h2>Tensors</h2>",
+        _tensors(graph),
+    ]
+    for kind, title in TITLES.items():
+        rows = []
+        for group in getattr(graph, kind):
+            note = f"10^{group.log10_order:.1f}" if kind == "permutations" else "exact" if group.exact else "up to eps"
+            rows.append(_row(group.name, shape_text(group), note, ", ".join(member_texts(group))))
+        if rows:
+            last = "orderings" if kind == "permutations" else "holds"
+            heads = f"<th>group</th><th>size</th><th>{last}</th><th>members</th>"
+            parts.append(f"<h2>{title}</h2>{_table([heads, *rows])}")
+    page = "\n".join([*parts, "</body></html>", ""])
     if path is not None:
         write_text(path, page)
     return page
+
+
+def _table(rows: list[str]) -> str:
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+
+
+def _row(*cells: str) -> str:
+    kinds = ("name", *["number"] * (len(cells) - 2), "members")
+    return "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
+
+
+def _tensors(graph: Symmetries) -> str:
+    """What moves each axis of each tensor, or why nothing does, and what multiplies it."""
+    told: dict[str, list[str]] = defaultdict(list)
+    for pin in graph.pinned:
+        told[pin.parameter].append(f"axis {pin.axis}, size {pin.size}: {pin.reason}")
+    for group in graph.permutations:
+        for member in group.members:
+            told[member.parameter].append(f"axis {member.axis}: {group.name}")
+    for scale in (*graph.scales, *graph.normalizations):
+        for factor in scale.members:
+            told[factor.parameter].append(f"{_kind(scale)} {scale.name}")
+    rows = ["<th>tensor</th><th>shape</th><th>what moves its axes</th>"]
+    for name, shape in graph.shapes.items():
+        shown = " = ".join(graph.aliases.get(name, (name,))) + (" (buffer)" if name in graph.buffers else "")
+        texts = "; ".join(sorted(dict.fromkeys(told[name]), key=lambda text: not text.startswith("axis")))
+        rows.append(_row(shown, "×".join(map(str, shape)) or "scalar", texts))
+    return _table(rows)
 
 
 _BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
@@ -266,104 +264,3 @@ def _lane(lane: Lane, x: float, labels: float) -> str:
 
 def _size(lane: Lane) -> str:
     return lane.size + {"permutation": "", "nested": " in each block"}.get(lane.kind, f" {lane.kind}")
-
-
-def _colors(graph: Symmetries) -> dict[str, str]:
-    """The hues of the drawing of the network; groups nested in one parent are lighter and darker by turns."""
-    colors, shades = {}, defaultdict[str, int](int)
-    hues = hues_of(graph)
-    for group in graph.permutations:
-        light = 62
-        if group.parent is not None:
-            shades[group.parent] += 1
-            light = 62 + (18 if shades[group.parent] % 2 else -18)
-        colors[group.name] = f"hsl({hues[group.name]:.0f} 65% {light}%)"
-    return colors
-
-
-def _tensors(graph: Symmetries, colors: dict[str, str]) -> str:
-    owners: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(dict)
-    for group in graph.permutations:
-        for member in group.members:
-            spots = owners[member.parameter, member.axis].setdefault(group.name, [])
-            spots += member.index.flatten().tolist()
-    reasons = {(p.parameter, p.axis): p.reason for p in graph.pinned}
-    factors: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
-    for kind, groups in (("scale", graph.scales), ("normalization", graph.normalizations)):
-        for scale in groups:
-            for factor in scale.members:
-                factors[factor.parameter, kind][scale.name] = None
-    rows = []
-    for name, shape in graph.shapes.items():
-        bars, x = [], 0.0
-        for axis, size in enumerate(shape):
-            width = 14 + 12 * math.log2(max(size, 1))
-            bars += _axis(x, width, size, axis, owners.get((name, axis), {}), reasons.get((name, axis)), colors)
-            x += width + 8
-        drawing = f'<svg width="{max(x, 1):.0f}" height="18" role="img">{"".join(bars)}</svg>'
-        badges = '<span class="badge">buffer</span>' if name in graph.buffers else ""
-        for kind in ("scale", "normalization"):
-            if held := factors.get((name, kind)):
-                badges += f'<span class="badge" title="{escape(", ".join(held), quote=True)}">{kind}</span>'
-        shown = " = ".join(graph.aliases.get(name, (name,)))
-        sizes = "×".join(map(str, shape)) or "scalar"
-        rows.append(
-            f'<tr><td class="name">{escape(shown)}</td><td class="number">{sizes}</td><td>{drawing}</td>'
-            f"<td>{badges}</td></tr>"
-        )
-    return f"<table><tr><th>tensor</th><th>shape</th><th>axes</th><th></th></tr>{''.join(rows)}</table>"
-
-
-def _axis(
-    x: float,
-    width: float,
-    size: int,
-    axis: int,
-    owners: dict[str, list[int]],
-    reason: str | None,
-    colors: dict[str, str],
-) -> list[str]:
-    """The bar of one axis, divided among the innermost groups of its positions."""
-    owner: list[str | None] = [None] * size
-    for name, spots in owners.items():  # parents come before the groups nested in them
-        for spot in spots:
-            owner[spot] = name
-    shares, bars, start = Counter(owner), [], 0
-    rest = reason if reason is not None else "moves with no permutation group"
-    for holder, count in shares.items():
-        fill = (_PLAIN if reason is None else _PINNED) if holder is None else colors[holder]
-        text = f"axis {axis}, size {size}: {rest if holder is None else holder}"
-        text += f" ({count} positions)" if len(shares) > 1 else ""
-        bars.append(
-            f'<rect x="{x + width * start / size:.1f}" y="2" width="{width * count / size:.1f}" height="14" '
-            f'fill="{fill}"><title>{escape(text)}</title></rect>'
-        )
-        start += count
-    return bars
-
-
-def _tables(graph: Symmetries, colors: dict[str, str]) -> list[str]:
-    parts = []
-    for title, groups in (
-        ("Permutation groups", graph.permutations),
-        ("Scale groups", graph.scales),
-        ("Normalization groups", graph.normalizations),
-    ):
-        rows = []
-        for group in groups:
-            swatch, row = "", "<tr>"
-            if isinstance(group, PermutationGroup):
-                swatch = f'<span class="swatch" style="background: {colors[group.name]}"></span>'
-                row = '<tr class="nested">' if group.parent else "<tr>"
-                note = f"10^{group.log10_order:.1f}"
-            else:
-                note = "exact" if group.exact else "up to eps"
-            members = ", ".join(dict.fromkeys(member_text(m) for m in group.members))
-            rows.append(
-                f'{row}<td class="name">{swatch}{escape(group.name)}</td><td class="number">{shape_text(group)}</td>'
-                f'<td class="number">{note}</td><td class="members">{escape(members)}</td></tr>'
-            )
-        last = "orderings" if title.startswith("Permutation") else "holds"
-        heads = f"<tr><th>group</th><th>size</th><th>{last}</th><th>members</th></tr>"
-        parts += [f"<h2>{title}</h2><table>{heads}{''.join(rows)}</table>"] if rows else []
-    return parts

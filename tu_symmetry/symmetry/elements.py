@@ -1,12 +1,8 @@
 """Group elements: drawing, composing, inverting and counting permutations and scales.
 
-A permutation is a plain ``dict`` from group name to a LongTensor of the group's shape ``[*blocks, size]``; it acts by
-indexing, ``new[j] = old[p[j]]``. A nested group is named ``parent/own``, and together with its parents it is a wreath
-product: the unit ``j`` of the block ``b`` comes from the unit ``p_own[b, j]`` of the block ``p_parent[b]``. The names
-alone say how groups nest, so these functions need no graph.
-
-Laws (tests/symmetry/test_elements.py): ``compose`` is associative, ``compose(p, invert(p))`` is the identity,
-``apply(compose(p, q), x) == apply(p, apply(q, x))``, and ``transposition_count(p) == transposition_count(invert(p))``.
+A permutation is a ``dict`` from group name to a LongTensor ``[*blocks, size]``; it acts by indexing,
+``new[j] = old[p[j]]``. In a nested group ``parent/own`` the unit ``j`` of the block ``b`` comes from the unit
+``p_own[b, j]`` of the block ``p_parent[b]``; the names alone say how groups nest.
 """
 
 from __future__ import annotations
@@ -31,10 +27,7 @@ def identity_permutation(graph: Symmetries) -> Permutation:
 
 
 def random_permutation(graph: Symmetries, *, generator: torch.Generator | None = None) -> Permutation:
-    """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU.
-
-    Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
-    """
+    """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU."""
     source = own_generator(generator)
     draws = {}
     for group in graph.permutations:
@@ -44,10 +37,7 @@ def random_permutation(graph: Symmetries, *, generator: torch.Generator | None =
 
 
 def random_scale(graph: Symmetries, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
-    """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU.
-
-    Without a generator the draw cannot be repeated; torch's global random state is left as it is either way.
-    """
+    """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU."""
     source = own_generator(generator)
     groups = (*graph.scales, *graph.normalizations)
     return {
@@ -86,37 +76,24 @@ def check_elements(element: Mapping[str, Tensor], what: str) -> None:
             raise SymmetryError(f"{what}[{name!r}] is {kind}; pass a tensor, such as torch.as_tensor(...) makes one")
 
 
-def _origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Index tensors ``[*blocks, 1]`` of the block that each block comes from, outermost first; () without parent."""
+def block_origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """For each block of a group the block that it comes from: one index tensor ``[*blocks]`` for each level."""
     blocks = permutation[name].shape[:-1]
     parent = parent_of(name, permutation)
-    moved: tuple[Tensor, ...] = ()
-    if parent is not None:
-        moved = (*_origin(parent, permutation), permutation[parent])
-    still = len(blocks) - len(moved)  # blocks that no group moves stay where they are
-    moved = tuple(m.reshape(*m.shape, *[1] * (still + 1)) for m in moved)
-    grids = (torch.arange(b, device="cpu").reshape(-1, *[1] * (still - k)) for k, b in enumerate(blocks[len(moved) :]))
-    return (*moved, *grids)
-
-
-def block_origin(name: str, permutation: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """For each block of a nested group the block that it comes from: one index tensor ``[*blocks]`` for each level."""
-    origin = _origin(name, permutation)
-    shape = permutation[name].shape[:-1]
-    return tuple(torch.broadcast_to(o.squeeze(-1), shape) for o in origin)
+    moved = () if parent is None else (*block_origin(parent, permutation), permutation[parent])
+    still = blocks[len(moved) :]  # blocks that no group moves stay where they are
+    moved = tuple(m.reshape(*m.shape, *[1] * (len(moved) + len(still) - m.ndim)) for m in moved)
+    grids = (torch.arange(b, device="cpu").reshape(-1, *[1] * (len(still) - 1 - k)) for k, b in enumerate(still))
+    return tuple(torch.broadcast_to(origin, blocks) for origin in (*moved, *grids))
 
 
 def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
-    """Element that acts as ``q`` first and as ``p`` then.
-
-    Raises:
-        SymmetryError: if the two have different groups or shapes.
-    """
+    """Element that acts as ``q`` first and as ``p`` then; both are of the same groups."""
     check_permutation(p)
     check_permutation(q)
     if p.keys() != q.keys() or any(p[n].shape != q[n].shape for n in p):
         raise SymmetryError(f"cannot compose elements of different groups: {sorted(p)} and {sorted(q)}")
-    return {name: q[name][(*_origin(name, p), p[name])] for name in p}
+    return {name: q[name][(*(o.unsqueeze(-1) for o in block_origin(name, p)), p[name])] for name in p}
 
 
 def invert(p: Mapping[str, Tensor]) -> Permutation:
@@ -138,45 +115,39 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
     For one permutation of n units this is n minus its number of cycles (arXiv 2401.00611, section 2), and groups add
     up. In a nested group each cycle of blocks contributes its length minus one, and the NoT of the product of the inner
     permutations along it: the fewest swaps when as few blocks as possible are swapped first, and units inside blocks
-    then. The count is invariant under inversion and conjugation; it is a metric on plain groups only.
+    then.
 
     Args:
         p: a permutation, or one LongTensor ``[..., n]`` whose leading axes are independent permutations.
     """
     check_permutation({"p": p} if isinstance(p, Tensor) else p)
     if isinstance(p, Tensor):
-        return sum(_not_of_one(row) for row in p.reshape(-1, p.shape[-1]).tolist())
+        return sum(len(row) - len(_cycles(row)) for row in p.reshape(-1, p.shape[-1]).tolist())
     total = 0
     for name, own in p.items():
         if parent_of(name, p) is None:
             total += transposition_count(own)
             continue
-        size = own.shape[-1]
-        rows = own.reshape(-1, size)
-        strides = torch.arange(rows.shape[0], device="cpu").reshape(own.shape[:-1])
-        source = strides[block_origin(name, p)].flatten().tolist()
-        seen = [False] * len(source)
-        for start in range(len(source)):
-            if seen[start]:
-                continue
-            product, block = torch.arange(size, device="cpu"), start
-            while not seen[block]:  # follow units from block to block until the cycle closes
-                seen[block] = True
+        rows = own.reshape(-1, own.shape[-1])
+        numbers = torch.arange(rows.shape[0], device="cpu").reshape(own.shape[:-1])
+        for cycle in _cycles(numbers[block_origin(name, p)].flatten().tolist()):
+            product = torch.arange(own.shape[-1], device="cpu")
+            for block in cycle:  # follow units from block to block until the cycle closes
                 product = rows[block][product]
-                block = source[block]
-            total += _not_of_one(product.tolist())
+            total += transposition_count(product)
     return total
 
 
-def _not_of_one(p: list[int]) -> int:
+def _cycles(p: list[int]) -> list[list[int]]:
     seen = [False] * len(p)
-    cycles = 0
+    cycles = []
     for start in range(len(p)):
-        if seen[start]:
-            continue
-        cycles += 1
+        cycle = []
         j = start
         while not seen[j]:
             seen[j] = True
+            cycle.append(j)
             j = p[j]
-    return len(p) - cycles
+        if cycle:
+            cycles.append(cycle)
+    return cycles

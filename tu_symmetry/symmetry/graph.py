@@ -15,25 +15,15 @@ from tu_symmetry.symmetry.verification import verify
 class SymmetryGraph(Symmetries):
     """The symmetries of one architecture, as :func:`discover_symmetries` finds them. ``print(graph)`` is readable.
 
-    **What a graph keeps.** Names, shapes and indices, the values of ``constants``, and in ``probe`` what it takes to
-    run the network: a copy of the module without values for its weights (no parameter and no trained buffer of the
-    model stays alive), and the example inputs in float64. The probe is there so that a graph verifies itself before it
-    first transforms weights, and so that every transformation can be certified. ``graph.without_probe()`` leaves it out
-    (where example inputs are large, say), and so do pickling and ``torch.save``, since a module may be of any class;
-    copies and deep copies share it. Without a probe, ``verify_symmetries(graph, model, example_inputs)`` and
-    ``certify(..., model=model, example_inputs=...)`` take the module from the caller.
-
-    Its attributes and the methods that change its groups are those of :class:`~.symmetries.Symmetries`.
+    A graph keeps no weights. Its ``probe`` is a copy of the module without values and the example inputs in float64, so
+    that a graph verifies itself before it first transforms weights, and certifies every transformation. Copies share
+    the probe; pickling and ``torch.save`` leave it out, since a module may be of any class. Without it,
+    ``verify_symmetries(graph, model, example_inputs)`` and ``certify(..., model=model, example_inputs=...)`` take the
+    module from the caller. Attributes and the methods that change groups are those of :class:`~.symmetries.Symmetries`.
     """
 
     def require_verified(self) -> None:
-        """Verify now if that has not happened yet; called by everything that transforms weights.
-
-        Groups that fail are taken out of the graph, with a :class:`SymmetryWarning`; see :func:`verify_symmetries`.
-
-        Raises:
-            SymmetryError: if verification fails, or the graph has lost its probe and was never verified.
-        """
+        """Verify now if that has not happened yet, as :func:`verify_symmetries`; called before weights move."""
         if not self.verified and self.probe is not None:
             verify(self, self.probe)
         super().require_verified()

@@ -1,18 +1,12 @@
 """The groups of a symmetry graph: which axes of which parameters and buffers one kind of units owns.
 
-Three kinds of group act on the weights of a network without changing its function:
-
-* :class:`PermutationGroup`: interchangeable hidden units. A group may be nested in another one (the units of one
-  attention head in the heads): the parent moves whole blocks, the nested group moves units inside each block.
-* :class:`ScaleGroup`: positive factors that move between the producers and the consumers of a unit.
-* :class:`NormalizationGroup`: positive factors that a following normalization undoes.
-
 Every index tensor is a position along an axis of a named parameter or buffer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,38 +35,6 @@ class PermutationMember:
     within: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PermutationGroup:
-    """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
-
-    Attributes:
-        name: unique; a nested group is called ``parent/own``.
-        size: number of units that are permuted (in each block).
-        members: every axis of every parameter and buffer that moves.
-        parent: name of the group whose units are the blocks, or None.
-        blocks: shape of the blocks, ``()`` for a group without parent; a group element is ``[*blocks, size]``.
-    """
-
-    name: str
-    size: int
-    members: tuple[PermutationMember, ...]
-    parent: str | None = None
-    blocks: tuple[int, ...] = ()
-
-    def __repr__(self) -> str:
-        return _short(self)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of an element of the group: ``(*blocks, size)``."""
-        return (*self.blocks, self.size)
-
-    @property
-    def log10_order(self) -> float:
-        """log10 of the number of permutations in the group (``blocks * log10(size!)``)."""
-        return math.prod(self.blocks) * math.lgamma(self.size + 1) / math.log(10)
-
-
 @dataclass(frozen=True, eq=False)
 class ScaleMember:
     """One parameter or buffer that a scale or normalization group multiplies.
@@ -95,9 +57,50 @@ class ScaleMember:
     buffer: bool = False
 
 
+class _Short:
+    """Shows a group without its tensors of indices: ``PermutationGroup('conv1', size 64: weight[0], ...)``."""
+
+    def __repr__(self) -> str:
+        tensors = [f"{m.parameter}{'' if m.axis is None else f'[{m.axis}]'}" for m in self.members]  # type: ignore[attr-defined]
+        shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        return f"{type(self).__name__}({self.name!r}, size {self.size}: {shown})"  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class ScaleGroup:
-    """``size`` independent positive factors that can be moved through the network.
+class PermutationGroup(_Short):
+    """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
+
+    A group may be nested in another one (the units of one attention head in the heads): the parent moves whole blocks,
+    the nested group moves units inside each block.
+
+    Attributes:
+        name: unique; a nested group is called ``parent/own``.
+        size: number of units that are permuted (in each block).
+        members: every axis of every parameter and buffer that moves.
+        parent: name of the group whose units are the blocks, or None.
+        blocks: shape of the blocks, ``()`` for a group without parent.
+    """
+
+    name: str
+    size: int
+    members: tuple[PermutationMember, ...]
+    parent: str | None = None
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an element of the group: ``(*blocks, size)``."""
+        return (*self.blocks, self.size)
+
+    @property
+    def log10_order(self) -> float:
+        """log10 of the number of permutations in the group (``blocks * log10(size!)``)."""
+        return math.prod(self.blocks) * math.lgamma(self.size + 1) / math.log(10)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScaleGroup(_Short):
+    """``size`` independent positive factors that can be moved between the producers and the consumers of units.
 
     Attributes:
         name: unique among scales and normalizations.
@@ -111,16 +114,12 @@ class ScaleGroup:
     members: tuple[ScaleMember, ...]
     exact: bool = True
 
-    def __repr__(self) -> str:
-        return _short(self)
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NormalizationGroup(ScaleGroup):
     """``size`` positive factors on parameters that a following normalization undoes (no parameter shrinks for it).
 
-    ``exact`` is False where an epsilon in the normalization breaks the invariance (at the 1e-5 level); running
-    statistics that must move along are among the members, as buffers.
+    Running statistics that must move along are among the members, as buffers.
     """
 
     @property
@@ -150,8 +149,9 @@ class ScaleTerm:
     index: Tensor
 
 
-def _short(group: PermutationGroup | ScaleGroup) -> str:
-    """A group without its tensors of indices: ``PermutationGroup('conv1', size 64, members weight[0], ...)``."""
-    tensors = [f"{m.parameter}{'' if m.axis is None else f'[{m.axis}]'}" for m in group.members]
-    shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-    return f"{type(group).__name__}({group.name!r}, size {group.size}: {shown})"
+def unique(base: str, taken: Collection[str]) -> str:
+    """A name for a group that no other one has: the base, with a number where it is taken."""
+    name, k = base, 2
+    while name in taken:
+        name, k = f"{base}-{k}", k + 1
+    return name

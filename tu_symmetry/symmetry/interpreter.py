@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,24 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
-from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Array, Label, Value, along, code, distinct, pinned_value
+from tu_symmetry.symmetry import nodes, views
+from tu_symmetry.symmetry.algebra import Array, Label, Value, along, among, distinct, kinds, pinned_value
 from tu_symmetry.symmetry.distinct import Distinct
-from tu_symmetry.symmetry.ledger import Ledger, Mark
-from tu_symmetry.symmetry.nesting import Nestings
-from tu_symmetry.symmetry.nodes import (
-    finds_positions,
-    flattened,
-    keeps_digits,
-    live_nodes,
-    outputs_of,
-    outputs_read,
-    rule_name_of,
-    shapes_of,
-    traits_of,
-    writes,
-)
+from tu_symmetry.symmetry.extraction.classes import joined
+from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
+from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
@@ -44,12 +34,33 @@ _CUTS = frozenset(("slice", "narrow", "select", "unbind", "chunk", "split", "spl
 _TURNS = frozenset(("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"))  # their own inverses
 
 
-def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledger:
-    """Run the rules over traced forward passes, with axes nested as told where that is open.
+@dataclass(frozen=True)
+class Nestings:
+    """How one walk through a network nests axes, where that is open: ``turned`` steps take the first for the innermost.
 
-    All passes make their demands on the same units, those of the parameters: what is left holds for each of them.
+    What regrets such a guess, or wishes that a parameter had been ``nested`` when it was too late for it, is noted by
+    the ledger: the network is walked through once more with the other nesting.
     """
-    nestings = nestings or Nestings()
+
+    turned: frozenset[int] = frozenset()
+    nested: Mapping[str, Nesting] = field(default_factory=dict)
+
+    def reconsidered(self, ledger: Ledger) -> Nestings:
+        """The nestings to try after a walk with these: the same ones where nothing was regretted or wished for."""
+        nested = {**self.nested, **ledger.wishes}
+        if not ledger.regrets or not ledger.choices:
+            return Nestings(self.turned, nested)
+        _, of = joined(ledger.units, ledger.ties)
+        regretted = np.concatenate([of[units.reshape(-1)] for units in ledger.regrets])
+        steps = [(step, of[blocks.reshape(-1)]) for step, blocks in ledger.choices]
+        if not any(among(blocks, regretted).any() for _, blocks in steps):
+            return Nestings(self.turned, nested)
+        met = np.concatenate([regretted, *(of[units[units >= 0]] for units in ledger.shared)])
+        return Nestings(self.turned | {step for step, blocks in steps if among(blocks, met).any()}, nested)
+
+
+def interpret(traces: Sequence[Trace], nestings: Nestings) -> Ledger:
+    """Run the rules over traced passes, which make their demands on the same units, those of the parameters."""
     ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
     readings: dict[int, list[Reading]] = {}
     for traced in traces:
@@ -66,15 +77,7 @@ def interpret(traces: Sequence[Trace], nestings: Nestings | None = None) -> Ledg
 
 
 class _Interpreter:
-    """One walk through one graph.
-
-    Attributes:
-        env: what stands for each node: a value (or a list), a :class:`Parameter`, a constant tensor, or a number.
-        root: for each node that is a view, the node whose memory it shares.
-        zero, statistic, sole: the nodes that :class:`~.rules.Call` tells rules about by these names.
-        distinct: where entries are different numbers; kept only if some operator finds positions by comparing.
-        following: the nodes that other sizes of the inputs change.
-    """
+    """One walk through one graph."""
 
     def __init__(
         self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
@@ -91,21 +94,16 @@ class _Interpreter:
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
-        remaining = iter(inputs)
-        live = live_nodes(self.module.graph)
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                self.env[node] = next(remaining)
-            elif node not in live:
-                continue
-            elif node.op == "get_attr":
+        *before, output = self.module.graph.nodes
+        live = nodes.live_nodes(self.module.graph)
+        self.env.update(zip((node for node in before if node.op == "placeholder"), inputs, strict=False))
+        for node in before:
+            if node in live and node.op == "get_attr":
                 self.env[node] = getattr(self.module, str(node.target), None)
-            elif node.op == "call_function":
+            elif node in live and node.op == "call_function":
                 self._call(node)
-            elif node.op == "output":
-                self._read(node.all_input_nodes)
-                return [self._value(self.env[r]) if isinstance(r, Node) else r for r in flattened(node.args[0])]
-        return []
+        self._read(output)
+        return [self._value(self.env[r]) if isinstance(r, Node) else r for r in tree_leaves(output.args[0])]
 
     # -- what stands for tensors --------------------------------------------------------------------------------
 
@@ -124,40 +122,30 @@ class _Interpreter:
         """A constant, whose slices along an axis have equal codes where they hold equal numbers."""
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        if tensor.is_meta:  # no values: any two entries may differ
-            array: NDArray[Any] = np.arange(tensor.numel()).reshape(tuple(tensor.shape))
-        else:
-            own = tensor.detach().cpu()
-            array = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
-        known = array.size > 0 and array.dtype.kind in "fiub" and not tensor.is_meta
-        alike = known and bool((array == array.flat[0]).all())
+        known = not tensor.is_meta  # without values, any two entries may differ
+        own = tensor.detach().cpu() if known else torch.arange(tensor.numel(), device="cpu").reshape(tensor.shape)
+        array: NDArray[Any] = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
+        alike = known and array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
         value = views.uniform(array.shape, float(array.flat[0]) if alike else None)
         for axis, size in enumerate(array.shape):
-            if size == 1 or array.size == 0 or bool((array == array.take([0], axis)).all()):
-                continue
-            _, kinds = np.unique(np.moveaxis(array, axis, 0).reshape(size, -1), axis=0, return_inverse=True)
-            label = (along(code(kinds.reshape(-1).astype(np.int64)), axis, array.ndim),)
-            value = value.with_axis(axis, label=label, reason="meets a constant")
+            if size > 1 and array.size and not (array == array.take([0], axis)).all():
+                codes = kinds(np.moveaxis(array, axis, 0).reshape(size, -1))
+                value = value.with_axis(axis, label=(along(codes, axis, array.ndim),), reason="meets a constant")
         return self._paired(array, value)
 
     def _paired(self, array: NDArray[Any], value: Value) -> Value:
-        """Units for a constant that stays the same when two of its axes are permuted alike, as the identity does.
-
-        No two rows of the identity are alike, but if its rows and columns change places together, it is the same: it
-        has one unit for each index, on both axes. In ``h @ (W + I)`` these tie the rows of ``W`` to its columns.
-        """
+        """Units for a constant that stays the same when two of its axes are permuted alike, as the identity does."""
         sizes = [n for n in array.shape if n > 1]
         twice = {n for n in sizes if sizes.count(n) == 2}
         if len(twice) != 1 or max(twice) > 512 or array.size > 1 << 20:
             return value
         (n,) = twice
         first, second = (k for k, size in enumerate(array.shape) if size == n)
-        kinds = interchangeable(np.moveaxis(array, (first, second), (0, 1)).reshape(n, n, -1))
-        rows = -value.labels[first][0].reshape(-1), -value.labels[second][0].reshape(-1)
-        if len(distinct(kinds)) >= min(len(distinct(r)) for r in rows):
+        alike = interchangeable(np.moveaxis(array, (first, second), (0, 1)).reshape(n, n, -1))
+        if len(distinct(alike)) >= min(len(distinct(value.labels[axis][0])) for axis in (first, second)):
             return value  # its rows (or columns) are as alike for themselves
         units = self.ledger.fresh_units(n)
-        self.ledger.marks.append(Mark(units, kinds, "meets a constant"))
+        self.ledger.marks.append(Mark(units, alike, "meets a constant"))
         for axis in (first, second):
             value = value.with_axis(axis, label=(along(units, axis, array.ndim),))
         value = replace(value, fill=None)
@@ -173,19 +161,19 @@ class _Interpreter:
             self._piece(node)
             return
         if not isinstance(target, torch._ops.OpOverload):
-            self._read(node.all_input_nodes)
+            self._read(node)
             self.env[node] = self._opaque(node)
             return
-        nodes = [a for a in flattened((node.args, node.kwargs)) if isinstance(a, Node)]
-        held = [self.env[a] for a in nodes]
-        traits = traits_of(node)
+        read = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
+        traits = nodes.traits_of(node)
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        if not draws and not any(isinstance(h, (Value, Parameter)) for h in flattened(held)):
-            self.env[node] = self._evaluate(node)
-            self._alias(node, target)
-            self._remember(node, traits, {}, {})
+        if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in read])):
+            self.env[node] = held = self._evaluate(node)
+            self._alias(node)
+            if isinstance(held, Tensor) and held.layout == torch.strided and held.numel() and not held.is_meta:
+                self.zero |= set() if held.any() else {node}
             return
-        given = _arguments(node)
+        given = _each(arguments_of(node), lambda n: n)
         bound = _each(given, self._known)
         self._note(node, traits)
         for axis in (axis for name, axis in self.following.cuts if name == node.name):
@@ -193,22 +181,22 @@ class _Interpreter:
         points = self._points(rule_name_of(target), bound)
         call = self._described(node, given, bound)
         # a parameter that comes twice is no longer free to be nested as one of its places asks
-        twice = [a for a in nodes if isinstance(self.env[a], Parameter) and nodes.count(a) > 1]
-        self.ledger.used |= {self.env[a].name for a in twice}
+        parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
+        self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
         marked = len(self.ledger.marks)
         values = _apply(call)
         self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
         if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
             values = [v if v.fill is None else replace(v, fill=None) for v in values]
-        for k, tensor in enumerate(outputs_of(node)):
+        for k, tensor in enumerate(nodes.outputs_of(node)):
             if values[k].scale and isinstance(tensor, Tensor) and not is_continuous(tensor):
                 values[k] = self.ledger.unscaled(values[k])  # what is cut to integers follows no factor
         if points:
             values = [replace(v, points=points) for v in values]
         self._keep(node, values)
-        self.ledger.used |= {h.name for h in flattened(held) if isinstance(h, Parameter)}
-        self._remember(node, traits, given, bound)
-        self._alias(node, target)
+        self.ledger.used |= set(parameters)
+        self._remember(node, traits, given, call, values)
+        self._alias(node)
         if writes(target):
             self._write(node, node.args[0])
 
@@ -219,14 +207,7 @@ class _Interpreter:
         self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
 
     def _described(self, node: Node, given: dict[str, Any], bound: dict[str, Any]) -> Call:
-        """What a rule is told of a call.
-
-        Args:
-            node: the node of the call.
-            given: the arguments as they stand in the graph.
-            bound: the same with values for tensors.
-        """
-        assert isinstance(node.target, torch._ops.OpOverload)
+        """What a rule is told of a call, ``given`` as it stands in the graph, and ``bound`` with values for tensors."""
         pairs = list(_tensors(given, bound))
 
         def ids(marked: set[Node]) -> frozenset[int]:
@@ -237,8 +218,7 @@ class _Interpreter:
             rule_name_of(node.target),
             bound,
             shapes_of(node),
-            node.name,
-            used=outputs_read(node),
+            used=nodes.outputs_read(node),
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
             zeros=ids(self.zero),
@@ -272,28 +252,23 @@ class _Interpreter:
         bodies = [k for k, h in enumerate(held) if isinstance(h, torch.fx.GraphModule)]
         if name.startswith("wrap_with") and len(bodies) == 1:  # a context manager: autocast, no_grad, ...
             return self._inner(held[bodies[0]], held[bodies[0] + 1 :])
-        if name == "cond" and bodies == [1, 2]:
-            return self._branches(node, held)
-        arguments = [self.env[a] for a in flattened((node.args, node.kwargs)) if isinstance(a, Node)]
-        if not any(isinstance(h, (Value, Parameter, Tensor)) for h in flattened(arguments)) and output is not None:
+        if name == "cond" and bodies == [1, 2]:  # both ways are followed; results have to agree like `torch.where`'s
+            found = []
+            ways = [self._inner(held[k], held[3]) for k in (1, 2)]
+            for a, b, shape in zip(*ways, shapes_of(node), strict=True):
+                chosen = {"condition": self._value(held[0]), "self": a, "other": b}
+                found += _listed(RULES["aten.where"](Call(self.ledger, "aten.where", chosen, [shape])))
+            return found
+        arguments = [self._value(h) for h in tree_leaves([self.env[a] for a in node.all_input_nodes])]
+        values = [v for v in arguments if isinstance(v, Value)]
+        if not values and output is not None:
             return output
-        values = [v for v in map(self._value, flattened(arguments)) if isinstance(v, Value)]
-        found = _listed(unknown(Call(self.ledger, name, {"arguments": values}, shapes_of(node), node.name)))
+        found = _listed(unknown(Call(self.ledger, name, {"arguments": values}, shapes_of(node))))
         return found if isinstance(output, (tuple, list)) else (found[0] if found else None)
 
     def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Results of a graph within the graph."""
         return _Interpreter(self.ledger, module, self.reading).run(inputs)
-
-    def _branches(self, node: Node, held: list[Any]) -> list[Value]:
-        """``torch.cond``: both ways are followed, and their results have to agree like those of ``torch.where``."""
-        condition = self._value(held[0])
-        ways = [self._inner(held[k], held[3]) for k in (1, 2)]
-        results = []
-        for a, b, shape in zip(*ways, shapes_of(node), strict=True):
-            arguments = {"condition": condition, "self": a, "other": b}
-            results += _listed(RULES["aten.where"](Call(self.ledger, "aten.where", arguments, [shape], node.name)))
-        return results
 
     def _evaluate(self, node: Node) -> Any:
         """Compute a node that depends on constants only."""
@@ -312,7 +287,7 @@ class _Interpreter:
             if isinstance(held, (Parameter, Value)):
                 self.reading.move(node, tensors[0], held.name if isinstance(held, Parameter) else held)
         else:
-            self._read(node.all_input_nodes)
+            self._read(node)
         for n in tensors if self.compares else ():
             held = self.env[n]
             if isinstance(held, Parameter) and held.trained:
@@ -321,12 +296,11 @@ class _Interpreter:
     def _cut_by_sizes(self, value: Value, axis: int) -> None:
         """Nothing is known of where other inputs cut: units are pinned, and factors along the axis are equal."""
         self.ledger.pin_label(value.labels[axis], FOLLOWS, axis)
-        for _, variable in value.scale:
-            self.ledger.constant_along(variable, axis)
+        self.ledger.alike_along(value, axis)
 
-    def _read(self, nodes: Sequence[Node]) -> None:
-        for n in nodes:
-            for held in flattened(self.env[n]):
+    def _read(self, node: Node) -> None:
+        for n in node.all_input_nodes:
+            for held in tree_leaves(self.env[n]):
                 if isinstance(held, (Parameter, Value)):
                     self.reading.read(n, held.name if isinstance(held, Parameter) else held)
 
@@ -350,14 +324,11 @@ class _Interpreter:
             bound[key] = [settled(v) for v in argument] if isinstance(argument, list) else settled(argument)
         return kept
 
-    def _remember(self, node: Node, traits: frozenset[str], given: dict[str, Any], bound: dict[str, Any]) -> None:
+    def _remember(
+        self, node: Node, traits: frozenset[str], given: dict[str, Any], call: Call, outputs: list[Value]
+    ) -> None:
         """Which tensors are zero throughout, which are statistics, and where entries are different numbers."""
-        held = self.env.get(node)
         inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-        if isinstance(held, Tensor):
-            if held.layout == torch.strided and held.numel() and not held.is_meta and not held.any():
-                self.zero.add(node)
-            return
         moves = "moves" in traits
         if "zeros" in traits or (moves and inputs and inputs[0] in self.zero):
             self.zero.add(node)
@@ -367,59 +338,50 @@ class _Interpreter:
         alone = moves and len(inputs) == 1 and (len(inputs[0].users) == 1 or _is_own_piece(node))
         if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
             self.sole.add(node)
-        outputs = [v for v in (held if isinstance(held, (list, tuple)) else [held]) if isinstance(v, Value)]
         if self.compares and outputs:
             operands = {}  # the floating-point tensors by name; those of a list by the argument's name and a number
             for name, argument in given.items():
-                for k, (n, v) in enumerate(_tensors({name: argument}, {name: bound[name]})):
+                for k, (n, v) in enumerate(_tensors({name: argument}, {name: call[name]})):
                     if is_continuous(n.meta["val"]):
                         operands[f"{name} {k}" if isinstance(argument, list) else name] = n, v
-            kept = all(keeps_digits(node, n.meta["val"]) for n, _ in operands.values())
-            axes = [bound["dim"]] if isinstance(bound.get("dim"), int) else []
-            axes += range(-len(bound.get("normalized_shape") or ()), 0)
-            axes = [k % max(outputs[0].ndim, 1) for k in axes if outputs[0].ndim]
-            self.distinct.follow(node, traits if kept else frozenset(), operands, node.all_input_nodes, outputs, axes)
+            kept = all(nodes.keeps_digits(node, n.meta["val"]) for n, _ in operands.values())
+            dim, normalized = call.get("dim"), call.get("normalized_shape", ())
+            axes = [*([dim] if isinstance(dim, int) else []), *range(-len(normalized), 0)] if outputs[0].ndim else []
+            self.distinct.follow(node, traits if kept else frozenset(), operands, outputs, axes)
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
-    def _alias(self, node: Node, target: torch._ops.OpOverload) -> None:
-        returns = target._schema.returns
+    def _alias(self, node: Node) -> None:
+        returns = node.target._schema.returns  # type: ignore[union-attr]
         source = node.args[0] if node.args else None
-        if not returns or returns[0].alias_info is None or not isinstance(source, Node):
-            return
-        if _same_memory(node, source):  # reshape, to and contiguous copy where they have to
-            self.root[node] = self.root.get(source, source)
+        if returns and returns[0].alias_info is not None and isinstance(source, Node) and _same_memory(node, source):
+            self.root[node] = self.root.get(source, source)  # reshape, to and contiguous copy where they have to
 
     def _write(self, node: Node, written: Any) -> None:
-        """An in-place write: whoever else reads the same memory later sees the new content.
-
-        After ``v = h[:, 1:3]; v.add_(1)`` the nodes ``h`` and ``h[:, 2]`` name memory that was written to through
-        another view. The new content is put back into what ``v`` was taken of, up to the root, and all other views are
-        taken once more. Where a view does not tell how to do that, whatever is read later is pinned.
-        """
+        """An in-place write: whoever else reads the same memory later sees the new content."""
         if not isinstance(written, Node):
             return
         root = self.root.get(written, written)
         others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
         if node not in self.zero:
             self.zero -= {root, written, *others}
-        for other in {root, written, *others}:
-            if other is not node:
-                self.distinct.overwrite(other, node, whole=other is written and written is root)
+        for other in {root, written, *others} - {node}:
+            self.distinct.overwrite(other, node, whole=other is written and written is root)
         now = self.order[node]
-        chain = self._put_back(written, self.env[node]) if written is not root else [written]
+        chain = self._put_back(written, self.env[node])
         self.env[written] = self.env[node]
         stale = [n for n in others if any(self.order[u] > now for u in n.users) and n not in (chain or ())]
         if chain is not None and all(map(self._refresh, sorted(set(others) - set(chain), key=self.order.__getitem__))):
             return
         reason = "written to in place through a view"
+
+        def gone(held: Any) -> Value:
+            self.ledger.pin(value := self._value(held), reason)
+            return pinned_value(value.shape, reason)
+
         for other in stale:
             held = self.env[other]
-            values = [self._value(v) for v in (held if isinstance(held, list) else [held])]
-            for value in values:
-                self.ledger.pin(value, reason)
-            gone = [pinned_value(v.shape, reason) for v in values]
-            self.env[other] = gone if isinstance(held, list) else gone[0]
+            self.env[other] = list(map(gone, held)) if isinstance(held, list) else gone(held)
         if stale:
             self.ledger.pin(self.env[node], reason)
 
@@ -436,12 +398,7 @@ class _Interpreter:
         return updated
 
     def _behind(self, view: Node, new: Value) -> tuple[Node, Value] | None:
-        """What a view was taken of, with the view's new content in it; None for a view that does not tell.
-
-        A view that moves all entries is undone by its inverse: a reshape by the reshape back, a permutation of axes by
-        the inverse one. A view that cuts positions out of one axis is undone by writing over these positions, which
-        :func:`_positions` finds by cutting the positions themselves.
-        """
+        """What a view was taken of, with the view's new content in it; None for a view that does not tell."""
         piece: Any = None
         if view.target is operator.getitem:
             view, piece = view.args  # type: ignore[assignment]
@@ -451,41 +408,44 @@ class _Interpreter:
         old = self._value(self.env[source])
         if not isinstance(old, Value):
             return None
-        name = view.target._schema.name.partition("::")[2]
-        if name in ("fill_", "copy_") or writes(view.target):
+        rule = rule_name_of(view.target)
+        name = rule.removeprefix("aten.")
+        if name in ("fill", "copy") or writes(view.target):
             return source, new  # what an earlier write returned
-        if "same" in TRAITS.get(rule_name_of(view.target), ()):
+        if "same" in TRAITS.get(rule, ()):
             return source, views.reshape(self.ledger, new, old.shape)
-        given = _each(_arguments(view), self._known)
+        given = _each(arguments_of(view), self._known)
         if name in _TURNS:
-            back = Call(self.ledger, f"aten.{name}", {**given, "self": new}, [old.shape], view.name)
-            return source, RULES[f"aten.{name}"](back)  # type: ignore[return-value]
+            return source, RULES[rule](Call(self.ledger, rule, {**given, "self": new}, [old.shape]))  # type: ignore[return-value]
         if name == "permute":
             return source, views.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
         axis = given.get("dim", 0)
-        if name not in _CUTS or not isinstance(axis, int) or any(isinstance(a, Node) for a in flattened(view.args[1:])):
+        if (
+            name not in _CUTS
+            or not isinstance(axis, int)
+            or any(isinstance(a, Node) for a in tree_leaves(view.args[1:]))
+        ):
             return None
         axis %= max(old.ndim, 1)
         positions = _positions(view, piece, old.shape, axis)
-        frame = old.with_axis(axis, size=len(positions)).shape
-        content = new if new.shape == frame else views.reshape(self.ledger, new, frame)
+        content = views.reshape(self.ledger, new, old.with_axis(axis, size=len(positions)).shape)
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 
     def _refresh(self, node: Node) -> bool:
         """Look again at memory that was written to elsewhere; whether that could be done."""
-        if node.target is operator.getitem:
-            source, position = node.args
-            assert isinstance(source, Node)
-            self.env[node] = self.env[source][position]
-            return True
-        if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.args[0], Node):
+        source = node.args[0]
+        if not isinstance(source, Node):
             return False
-        if writes(node.target):  # what a write returned
-            self.env[node] = self.env[node.args[0]]
-            return True
-        bound = _each(_arguments(node), self._known)
-        name = node.target._schema.name.replace("::", ".")
-        self._keep(node, _apply(Call(self.ledger, name, bound, shapes_of(node), node.name, outputs_read(node))))
+        if node.target is operator.getitem:
+            self.env[node] = self.env[source][node.args[1]]
+        elif not isinstance(node.target, torch._ops.OpOverload):
+            return False
+        elif writes(node.target):  # what a write returned
+            self.env[node] = self.env[source]
+        else:
+            bound = _each(arguments_of(node), self._known)
+            call = Call(self.ledger, rule_name_of(node.target), bound, shapes_of(node), nodes.outputs_read(node))
+            self._keep(node, _apply(call))
         return True
 
 
@@ -497,20 +457,6 @@ def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int)
     if taken.ndim < len(shape):
         taken = taken.unsqueeze(axis)
     return np.asarray(taken.movedim(axis, 0).flatten(1)[:, 0])
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a call by their names in the operator's schema; tensors are nodes, and tuples lists."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    given: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):
-        if position < len(node.args):
-            given[argument.name] = node.args[position]
-        elif argument.name in node.kwargs:
-            given[argument.name] = node.kwargs[argument.name]
-        elif argument.has_default_value():
-            given[argument.name] = argument.default_value
-    return _each(given, lambda n: n)
 
 
 def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:
@@ -526,17 +472,14 @@ def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:
 
 def _tensors(given: dict[str, Any], bound: dict[str, Any]) -> Iterator[tuple[Node, Value]]:
     """The nodes among the arguments, and the values that stand for them."""
-    for n, v in zip(flattened(list(given.values())), flattened(list(bound.values())), strict=True):
+    for n, v in zip(tree_leaves(given), tree_leaves(bound), strict=True):
         if isinstance(n, Node) and isinstance(v, Value):
             yield n, v
 
 
 def _same_memory(view: Node, source: Node) -> bool:
-    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell.
-
-    In a recorded pass each node has one of its own, so that the operator is run once more, without numbers.
-    """
-    held = [flattened(n.meta.get("val"))[0] for n in (view, source)]
+    """Whether two nodes hold the same memory, as far as the tensors of the traced pass tell."""
+    held = [tree_leaves(n.meta.get("val"))[0] for n in (view, source)]
     if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in held):
         return True
     (first, second), target = held, view.target
@@ -554,33 +497,33 @@ def _same_memory(view: Node, source: Node) -> bool:
             if isinstance(t := n.meta["val"], Tensor)
         }
         args, kwargs = torch.fx.node.map_arg((view.args, view.kwargs), fresh.__getitem__)
-        again: Tensor = flattened(target(*args, **kwargs))[0]
+        again: Tensor = tree_leaves(target(*args, **kwargs))[0]
     return again.untyped_storage()._cdata == fresh[source].untyped_storage()._cdata
 
 
 def interchangeable(square: NDArray[Any]) -> Array:
     """For each index of a matrix ``[n, n, ...]`` a kind: those of one kind may be permuted, rows and columns alike."""
     n = len(square)
-    kinds = np.full(n, -1, dtype=np.int64)
+    found = np.full(n, -1, dtype=np.int64)
     firsts: list[int] = []
+
+    def alike(i: int, j: int) -> bool:
+        others = np.ones(n, dtype=bool)
+        others[[i, j]] = False
+        return (
+            np.array_equal(square[i, i], square[j, j])
+            and np.array_equal(square[i, j], square[j, i])
+            and np.array_equal(square[i, others], square[j, others])
+            and np.array_equal(square[others, i], square[others, j])
+        )
+
     for j in range(n):
-        for kind, i in enumerate(firsts):
-            others = np.ones(n, dtype=bool)
-            others[[i, j]] = False
-            if (
-                np.array_equal(square[i, i], square[j, j])
-                and np.array_equal(square[i, j], square[j, i])
-                and np.array_equal(square[i, others], square[j, others])
-                and np.array_equal(square[others, i], square[others, j])
-            ):
-                kinds[j] = kind
-                break
-        else:
-            kinds[j] = len(firsts)
+        found[j] = next((kind for kind, i in enumerate(firsts) if alike(i, j)), len(firsts))
+        if found[j] == len(firsts):
             firsts.append(j)
             if len(firsts) > 32 and len(firsts) > j // 2:
                 return np.arange(n)  # hardly any two are alike
-    return kinds
+    return found
 
 
 def _listed(result: Value | Sequence[Value]) -> list[Value]:
@@ -588,10 +531,7 @@ def _listed(result: Value | Sequence[Value]) -> list[Value]:
 
 
 def _apply(call: Call) -> list[Value]:
-    """What its rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know.
-
-    Demands that it made until then stay: there can only be too many of them, which pins.
-    """
+    """What its rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know."""
     try:
         values = _listed(RULES.get(call.operator, unknown)(call))
         for value, shape in zip(values, call.outputs, strict=True):

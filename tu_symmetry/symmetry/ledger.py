@@ -2,17 +2,6 @@
 
 The rules write it while the traced network is walked through once; :mod:`.extraction` then reads the demands on units,
 and :mod:`.scale_groups` those on scales. Nothing is ever taken back: more demands can only mean fewer symmetries.
-
-As an example, ``c(relu(a(x)) + b(x))`` with three units each. Parameters come with free units on each axis, say
-``a.weight [0 1 2 | ...]``, ``b.weight [5 6 7 | ...]``, and ``c.weight [... | 10 11 12]``. Then
-
-* the sum demands that its operands be indexed alike: ``ties (0, 5), (1, 6), (2, 7)``;
-* ``c`` sums over its columns and that axis: ``ties (0, 10), (1, 11), (2, 12)``;
-* the output of the network pins the rows of ``c``;
-* a ReLU passes positive factors on and the sum demands equal ones, a constraint ``s_a - s_b = 0`` for each unit.
-
-So the classes ``{0, 5, 10}``, ``{1, 6, 11}``, ``{2, 7, 12}`` are left, and every tensor that was met, written down by
-:meth:`Ledger.observe`, treats them alike: one group of three.
 """
 
 from __future__ import annotations
@@ -36,6 +25,7 @@ from tu_symmetry.symmetry.algebra import (
     distinct,
     distinct_rows,
     merge_fixed,
+    nested_in,
     tighten,
     varies,
 )
@@ -44,25 +34,14 @@ Nesting = dict[int, tuple[int, ...]]  # axis of a parameter to the axes that it 
 
 
 class Binding(NamedTuple):
-    """Units that stand for several units at once: a flattened axis, bound to its factors.
-
-    Attributes:
-        units: ``[n]``.
-        parts: for each factor an array ``[n]`` of units (or of codes of fixed positions).
-    """
+    """Units ``[n]`` that stand for several at once (a flattened axis), and for each factor units or codes ``[n]``."""
 
     units: Array
     parts: Label
 
 
 class Mark(NamedTuple):
-    """Units that are told apart by what they meet: by a fixed position in a block, or by the value of a constant.
-
-    Attributes:
-        component: units, as in a label.
-        tags: broadcasts against the component; units with different tags are not alike.
-        reason: why, in words.
-    """
+    """Units of a component that are told apart by what they meet, which ``tags`` (broadcast against it) tell."""
 
     component: Array
     tags: Array
@@ -70,13 +49,7 @@ class Mark(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """One axis of a tensor that exists: a symmetry has to map its label onto itself.
-
-    Attributes:
-        label: the label of the axis.
-        axis: its position.
-        others: the labels of all axes of the tensor, in which that label may be nested.
-    """
+    """The label of one axis of a tensor that exists, which a symmetry maps onto itself, and those of all its axes."""
 
     label: Label
     axis: int
@@ -85,53 +58,30 @@ class Seen(NamedTuple):
 
 @dataclass(eq=False)
 class Ledger:
-    """The demands on units and scales, and the counters that number them.
-
-    Attributes:
-        units: number of units so far; variables, places: the same for scale variables and for fixed positions.
-        ties: pairs of arrays of units that are one unit.
-        bindings: units that stand for several.
-        pins: units that stay where they are, and why.
-        marks: units that are told apart.
-        nestings: units, and the block of each that their label no longer names (the unit tells it).
-        seen: every axis of every tensor that was met.
-        constraints: sums of scale terms that vanish.
-        inexact: scales that meet an epsilon.
-        parameters: name to value of the parameters and buffers that were met.
-        used: names among these whose labels others have read, so that they can no longer be replaced.
-        unknown: operators without a rule.
-        step: number of the operator at work, the same in every walk through one network.
-        turned: steps that nest the other way round, see :meth:`nested_order`.
-        nested: parameters whose axes are nested from the start: axis to outer axes, see :meth:`nest`.
-        choices: the steps at which one axis was nested in another by a guess, and the units of the blocks.
-        wishes: what ``nested`` should have held.
-        regrets: units of blocks whose contents had to be made alike, see :meth:`regret`.
-        shared: units of blocks whose contents met units that all blocks share.
-        partly: parameters of which the example inputs read a part only.
-    """
+    """The demands on units and scales, and the counters that number them."""
 
     units: int = 0
     variables: int = 1
-    places: int = 1 << 32
-    ties: list[tuple[Array, Array]] = field(default_factory=list)
+    places: int = 1 << 32  # the next code of a fixed position that is like no other
+    ties: list[tuple[Array, Array]] = field(default_factory=list)  # units that are one unit
     bindings: list[Binding] = field(default_factory=list)
-    pins: list[tuple[Array, str]] = field(default_factory=list)
+    pins: list[tuple[Array, str]] = field(default_factory=list)  # units that stay where they are, and why
     marks: list[Mark] = field(default_factory=list)
-    nestings: list[tuple[Array, Array]] = field(default_factory=list)
+    nestings: list[tuple[Array, Array]] = field(default_factory=list)  # units, and blocks that these alone tell
     seen: list[Seen] = field(default_factory=list)
-    constraints: list[tuple[Term, ...]] = field(default_factory=list)
-    inexact: list[Array] = field(default_factory=list)
-    parameters: dict[str, Value] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    unknown: list[str] = field(default_factory=list)
-    step: int = 0
-    turned: frozenset[int] = frozenset()
-    nested: Mapping[str, Nesting] = field(default_factory=dict)
-    wishes: dict[str, Nesting] = field(default_factory=dict)
-    choices: list[tuple[int, Array]] = field(default_factory=list)
-    regrets: list[Array] = field(default_factory=list)
-    shared: list[Array] = field(default_factory=list)
-    partly: frozenset[str] = frozenset()
+    constraints: list[tuple[Term, ...]] = field(default_factory=list)  # sums of scale terms that vanish
+    inexact: list[Array] = field(default_factory=list)  # scales that meet an epsilon
+    parameters: dict[str, Value] = field(default_factory=dict)  # those (and buffers) that were met
+    used: set[str] = field(default_factory=set)  # those whose labels others have read: these can no longer be replaced
+    unknown: list[str] = field(default_factory=list)  # operators without a rule
+    step: int = 0  # number of the operator at work, the same in every walk through one network
+    turned: frozenset[int] = frozenset()  # steps that nest the other way round, see `nested_order`
+    nested: Mapping[str, Nesting] = field(default_factory=dict)  # parameters that are nested from the start
+    wishes: dict[str, Nesting] = field(default_factory=dict)  # what `nested` should have held
+    choices: list[tuple[int, Array]] = field(default_factory=list)  # steps that nested by a guess, and their blocks
+    regrets: list[Array] = field(default_factory=list)  # units of blocks whose contents had to be made alike
+    shared: list[Array] = field(default_factory=list)  # units of blocks whose contents met units that all blocks share
+    partly: frozenset[str] = frozenset()  # parameters of which the example inputs read a part only
     _seen_ids: set[tuple[int, ...]] = field(default_factory=set)
     _origins: list[tuple[int, int, str, int]] = field(default_factory=list)
 
@@ -149,9 +99,8 @@ class Ledger:
 
     def fresh_variables(self, shape: tuple[int, ...]) -> Array:
         """New scale variables in a given shape."""
-        count = math.prod(shape)
-        first, self.variables = self.variables, self.variables + count
-        return np.arange(first, first + count, dtype=np.int64).reshape(shape)
+        first, self.variables = self.variables, self.variables + math.prod(shape)
+        return np.arange(first, self.variables, dtype=np.int64).reshape(shape)
 
     def parameter(self, name: str, shape: tuple[int, ...], *, scales: bool = True) -> Value:
         """A parameter or buffer: free units and, where it ``scales``, a free log-scale on each of its axes."""
@@ -166,22 +115,27 @@ class Ledger:
                 self.nest(self.parameters[name], axis, outer)
         return self.parameters[name]
 
+    def fresh(self, value: Value) -> bool:
+        """Whether a value is a parameter that nothing has read yet."""
+        return value.parameter is not None and value.parameter not in self.used
+
     def relabel(self, value: Value, axis: int, label: Label, reason: str = "") -> Value:
-        """Give a parameter's axis a label of the caller's; ties the old one to it if the parameter is in use."""
-        name = value.parameter
-        if name is None or name in self.used:
+        """Give a fresh parameter's axis a label of the caller's; of any other tensor, tie the old one to it."""
+        if not self.fresh(value):
             self.unify(value.labels[axis], label, value.reasons[axis], reason)
             return value
-        self.parameters[name] = value = value.with_axis(axis, label=label, reason=reason)
-        return value
+        return self._set(value.with_axis(axis, label=label, reason=reason))
 
     def rescale(self, value: Value, scale: tuple[Term, ...]) -> Value:
-        """Set the log-scale of a parameter; equates the two if the parameter is in use."""
-        name = value.parameter
-        if name is None or name in self.used:
+        """Set the log-scale of a fresh parameter; of any other tensor, equate the two."""
+        if not self.fresh(value):
             self.equate(value.scale, scale)
             return value
-        self.parameters[name] = value = replace(value, scale=scale)
+        return self._set(replace(value, scale=scale))
+
+    def _set(self, value: Value) -> Value:
+        assert value.parameter is not None
+        self.parameters[value.parameter] = value
         return value
 
     # -- demands on units ---------------------------------------------------------------------------------------
@@ -189,24 +143,26 @@ class Ledger:
     def observe(self, value: Value, *, nested: bool = True) -> None:
         """Record that this tensor exists: a symmetry has to map its labels onto themselves."""
         for axis, label in enumerate(value.labels):
-            if not nested and any(n > 1 for c in label for k, n in enumerate(c.shape) if k != axis):
+            if not nested and nested_in(label, axis):
                 continue
             key = (axis, *(id(c) for c in label))
             if label and key not in self._seen_ids:
                 self._seen_ids.add(key)
                 self.seen.append(Seen(label, axis, value.labels))
 
-    def pin_label(self, label: Iterable[Array], reason: str, axis: int | None = None) -> None:
-        """Fix the units of a label where they are.
+    def tie(self, x: Array, y: Array) -> None:
+        """Make one unit of each two that stand at the same place of two arrays."""
+        both = (x >= 0) & (y >= 0)
+        if both.any():
+            self.ties.append((x[both], y[both]))
 
-        With ``axis`` given (the label's own axis), units that are nested in another axis are fixed within their block
-        only: the block may still move whole.
-        """
+    def pin_label(self, label: Iterable[Array], reason: str, axis: int | None = None) -> None:
+        """Fix the units of a label where they are; those nested in another axis than its own within their blocks."""
         for component in label:
             units = component[component >= 0]
             if not units.size:
                 continue
-            if axis is not None and any(n > 1 for k, n in enumerate(component.shape) if k != axis):
+            if axis is not None and nested_in((component,), axis):
                 positions = np.arange(component.shape[axis], dtype=np.int64)
                 self.marks.append(Mark(component, along(positions, axis, component.ndim), reason))
             else:
@@ -238,10 +194,7 @@ class Ledger:
         """Demand that two axes be indexed by the same units; returns the label to go on with.
 
         Units that meet are tied. A unit that meets a fixed position is told apart by it (or pinned, where its place in
-        a factored axis says which one it is). One component that meets several is bound to them, entry by entry: six
-        columns ``[0 1 2 3 4 5]`` behind a flatten of three channels ``[7 7 8 8 9 9]`` of two pixels
-        ``[-1 -2 -1 -2 -1 -2]`` give the bindings ``0 = (7, -1), 1 = (7, -2), 2 = (8, -1)`` and so on, so that whatever
-        else is demanded of a column is demanded of its channel and its pixel.
+        a factored axis says which one it is). One component that meets several is bound to them, entry by entry.
 
         Args:
             a: one label.
@@ -249,8 +202,7 @@ class Ledger:
             reason_a: why ``a`` is pinned, if it is.
             reason_b: the same for ``b``.
             axis: the axis of both labels in their frame, where it is known.
-            others: labels of all axes of the frame, where they are known: units that are shared between blocks (by the
-                heads of an attention, say) are then told apart by their blocks.
+            others: labels of all axes of the frame, where they are known: units that blocks share are then told apart.
         """
         if a is b or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))):
             return a
@@ -269,66 +221,57 @@ class Ledger:
         if len(a) == len(b) == 1:
             return self._unify_single(a, b, left[0], right[0], reason_a or reason_b)
         if len(a) == len(b):
-            right = _in_order(right, left)
-            merged: list[Array] = []
-            for x, y in zip(left, right, strict=True):
-                both = (x >= 0) & (y >= 0)
-                if both.any():
-                    self.ties.append((x[both], y[both]))
-                if ((x >= 0).all() and (y < 0).all()) or ((x < 0).all() and (y >= 0).all()):  # copies meet samples
-                    self.pin_label((x, y), reason_a or reason_b or "meets a fixed axis")
-                    merged.append(tighten(np.minimum(x, y)))
-                    continue
-                clash = (x >= 0) != (y >= 0)
-                fixed = (x < 0) & (y < 0)
-                if (x[fixed] != y[fixed]).any():
-                    pairs = distinct_rows(np.stack([x[fixed], y[fixed]], axis=1))
-                    if not len(pairs) == len(distinct(x[fixed])) == len(distinct(y[fixed])):  # no mere renaming
-                        clash |= fixed & (x != y)
-                if clash.any():
-                    self.pin_label((z[clash] for z in arrays), "meets another position of a factored axis")
-                merged.append(x if not (clash.any() or (x[fixed] != y[fixed]).any()) else tighten(merge_fixed(x, y)))
-            if all(x is m for x, m in zip(left, merged, strict=True)):
-                nested_a = sum(z.size for z in a)
-                return a if nested_a <= sum(z.size for z in b) else b
-            return tuple(merged)
-        if len(a) == 1 or len(b) == 1:
-            single, several = (left[0], right) if len(a) == 1 else (right[0], left)
-            met = single < 0
-            self.pin_label((z[met] for z in several), "meets a fixed position")
-            free = ~met
-            self.bindings.append(Binding(single[free], tuple(z[free] for z in several)))
-            label = b if len(a) == 1 else a
-            if not met.any() or (single[met] == single[met][0]).all():
-                return label
-            first = merge_fixed(several[0], np.where(met, single, np.where(several[0] < 0, several[0], -1)))
-            return (tighten(np.where(met, first, several[0])), *label[1:])
-        self.pin_label(a, "factored in two ways")
-        self.pin_label(b, "factored in two ways")
-        return ()
+            return self._unify_factors(a, b, left, right, reason_a or reason_b)
+        if len(a) > 1 and len(b) > 1:
+            self.pin_label((*a, *b), "factored in two ways")
+            return ()
+        single, several = (left[0], right) if len(a) == 1 else (right[0], left)
+        met = single < 0
+        self.pin_label((z[met] for z in several), "meets a fixed position")
+        self.bindings.append(Binding(single[~met], tuple(z[~met] for z in several)))
+        label = b if len(a) == 1 else a
+        if not met.any() or (single[met] == single[met][0]).all():
+            return label
+        first = merge_fixed(several[0], np.where(met, single, np.where(several[0] < 0, several[0], -1)))
+        return (tighten(np.where(met, first, several[0])), *label[1:])
+
+    def _unify_factors(self, a: Label, b: Label, left: list[Array], right: list[Array], reason: str) -> Label:
+        """Two labels of as many components, broadcast to ``left`` and ``right``: their factors are unified."""
+        right = _in_order(right, left)
+        merged: list[Array] = []
+        for x, y in zip(left, right, strict=True):
+            self.tie(x, y)
+            if ((x >= 0).all() and (y < 0).all()) or ((x < 0).all() and (y >= 0).all()):  # copies meet samples
+                self.pin_label((x, y), reason or "meets a fixed axis")
+                merged.append(tighten(np.minimum(x, y)))
+                continue
+            clash = (x >= 0) != (y >= 0)
+            fixed = (x < 0) & (y < 0)
+            differ = bool((x[fixed] != y[fixed]).any())
+            if differ:
+                pairs = distinct_rows(np.stack([x[fixed], y[fixed]], axis=1))
+                if not len(pairs) == len(distinct(x[fixed])) == len(distinct(y[fixed])):  # no mere renaming
+                    clash |= fixed & (x != y)
+            if clash.any():
+                self.pin_label((z[clash] for z in (*left, *right)), "meets another position of a factored axis")
+            merged.append(tighten(merge_fixed(x, y)) if clash.any() or differ else x)
+        if all(x is m for x, m in zip(left, merged, strict=True)):
+            return a if sum(z.size for z in a) <= sum(z.size for z in b) else b
+        return tuple(merged)
 
     def _unify_single(self, a: Label, b: Label, x: Array, y: Array, reason: str) -> Label:
-        """Two labels of one component each, broadcast to ``x`` and ``y``: tie units, tell apart what meets constants.
-
-        The result carries the units of both sides. A padded tensor that is added to another one, say::
-
-            pad(h) = [-1, u0, u1, -1]    b(x) = [v0, v1, v2, v3]    ->    [v0, u0, u1, v3], where u0 ~ v1, u1 ~ v2
-
-        Here ``v0`` and ``v3`` meet alike constants and stay alike; constants that differ would tell them apart.
-        """
-        moving_x, moving_y = x >= 0, y >= 0
-        both = moving_x & moving_y
-        if both.any():
-            self.ties.append((x[both], y[both]))
+        """Two labels of one component each, broadcast to ``x`` and ``y``: what meets constants is told apart."""
+        both = (x >= 0) & (y >= 0)
+        self.tie(x, y)
         if both.all():
             return self._finer(a, b, x, y)
         merged = merge_fixed(x, y)
-        tags = np.where(both, 1, np.where(moving_x, y, x))
+        tags = np.where(both, 1, np.where(x >= 0, y, x))
         here = merged >= 0
         if here.any() and (tags[here] != tags[here][0]).any():
-            rows = distinct_rows(np.stack([merged[here], tags[here]], axis=1))
-            if len(rows) > len(distinct(merged[here])):  # a unit that meets several: one new unit for each of them
-                _, inverse = np.unique(np.stack([merged[here], tags[here]], axis=1), axis=0, return_inverse=True)
+            rows = np.stack([merged[here], tags[here]], axis=1)
+            if len(distinct_rows(rows)) > len(distinct(merged[here])):  # a unit that meets several: a new one for each
+                rows, inverse = np.unique(rows, axis=0, return_inverse=True)
                 units = self.fresh_units(len(rows))[inverse.reshape(-1)]
                 self.ties.append((units, merged[here]))
                 merged = merged.copy()
@@ -356,73 +299,57 @@ class Ledger:
         return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
 
     def share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
-        """Bind units of which each block has its own to pairs of a common unit and the block; () if that is not so.
+        """Bind units of which each block has its own to pairs of a common unit and the block; () if not so.
 
-        ``own`` ``[[0, 1], [2, 3]]``, nested in blocks ``[[8], [9]]``, that meets ``common`` ``[[5, 6]]`` (the same
-        columns for both blocks) is bound: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9), 3 = (6, 9)``, and the label to go on
-        with is ``[[5, 6]]``. To tie 0 to 5 and 2 to 5 would make one unit of 0 and 2, and blocks could move no more.
+        ``[[0, 1], [2, 3]]`` in blocks ``[[8], [9]]`` that meets ``[[5, 6]]``: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9)``...
+        Ties of 0 and 2 to 5 would make one unit of them, and blocks could move no more.
         """
         outer = [k for k in varies(own[0]) if k != axis]
         if not outer or any(not others[k] for k in outer):
             return ()
-        x, y, *blocks = np.broadcast_arrays(own[0], common[0], *(c for k in outer for c in others[k]))
-        if (x < 0).any() or (y < 0).any() or len(distinct(y)) == len(distinct(x)):
+        if (own[0] < 0).any() or (common[0] < 0).any() or len(distinct(own[0])) == len(distinct(common[0])):
             return ()
-        parts = (y.reshape(-1), *(z.reshape(-1) for z in blocks))
-        flat = x.reshape(-1)
-        _, first = np.unique(flat, return_index=True)
-        pairs = distinct_rows(np.stack(parts, axis=1))
-        if len(pairs) != len(first) or len(distinct_rows(np.stack((flat, *parts), axis=1))) != len(first):
-            return ()
-        self.bindings.append(Binding(flat[first], tuple(z[first] for z in parts)))
-        self.shared += [z[first] for z in parts[1:]]
-        return common
+        parts = self._bind(own[0], common[0], *(c for k in outer for c in others[k]), one_to_one=True)
+        self.shared += parts[1:]
+        return common if parts else ()
 
     def place_in_blocks(self, units: Array, axis: int, labels: Sequence[Label]) -> bool:
-        """Fix units where they are in their blocks, which may still move whole; False where there are no such blocks.
-
-        ``[[0, 1], [2, 3]]`` in the blocks ``[[8], [9]]`` is bound: ``0 = (-1, 8), 1 = (-2, 8), 2 = (-1, 9)`` and so on.
-        Should the blocks become one, nothing is left that could move.
-        """
+        """Fix units where they are in their blocks, which may still move whole; False where there are no blocks."""
         outer = [k for k in varies(units) if k != axis]
         if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
             return False
         positions = along(code(np.arange(units.shape[axis], dtype=np.int64)), axis, units.ndim)
-        flat, *parts = (z.reshape(-1) for z in np.broadcast_arrays(units, positions, *(labels[k][0] for k in outer)))
+        return bool(self._bind(units, positions, *(labels[k][0] for k in outer)))
+
+    def _bind(self, units: Array, *factors: Array, one_to_one: bool = False) -> Label:
+        """Bind each unit to what the factors hold where it stands; () if that differs, or is not its own."""
+        flat, *held = (z.reshape(-1) for z in np.broadcast_arrays(units, *factors))
         _, first = np.unique(flat, return_index=True)
-        if len(distinct_rows(np.stack((flat, *parts), axis=1))) != len(first):
-            return False
-        self.bindings.append(Binding(flat[first], tuple(z[first] for z in parts)))
-        return True
+        if len(distinct_rows(np.stack((flat, *held), axis=1))) != len(first):
+            return ()
+        if one_to_one and len(distinct_rows(np.stack(held, axis=1))) != len(first):
+            return ()
+        parts = tuple(z[first] for z in held)
+        self.bindings.append(Binding(flat[first], parts))
+        return parts
 
     def _common(self, a: Label, b: Label, axis: int) -> Label:
-        """New units for two labels to share that are nested in different axes; () where it is one axis, or none.
-
-        Experts ``[units, experts]`` that meet a weight ``[outputs, experts]``, whose columns are blocks of experts: an
-        expert is the same one for all units and all outputs.
-        """
-        (x,), (y,) = a, b
-        outer = [{k for k in varies(z) if k != axis} for z in (x, y)]
+        """New units for two labels to share that are nested in different axes; () where it is one axis, or none."""
+        outer = [set(varies(label[0])) - {axis} for label in (a, b)]
         if outer[0] <= outer[1] or outer[1] <= outer[0]:
             return ()
         kept = (outer[0] & outer[1]) | {axis}
-        shape = tuple(max(n, m) if k in kept else 1 for k, (n, m) in enumerate(zip(x.shape, y.shape, strict=True)))
+        wide = np.broadcast_shapes(a[0].shape, b[0].shape)
+        shape = tuple(n if k in kept else 1 for k, n in enumerate(wide))
         return (self.fresh_units(math.prod(shape)).reshape(shape),)
 
     # -- which of two axes is nested in the other -----------------------------------------------------------------
 
     def nest(self, value: Value, axis: int, outer: Sequence[int], *, guessed: bool = False) -> Value:
-        """Give a parameter's axis units and scales of its own for each position along the outer axes.
+        """Give a parameter's axis units and scales of its own for each position along (the last of) the outer axes.
 
-        That can be done until something has read the parameter. Later on, and for a view of it, it is noted as a wish
-        for another walk through the network, in which :meth:`parameter` does it from the start.
-
-        Args:
-            value: a parameter; of any other tensor nothing is nested.
-            axis: the axis with the units.
-            outer: the axes of the blocks, outermost first. Of several, the units vary along the last one only: a member
-                of a permutation group names rows of one axis. Factors may vary along all of them.
-            guessed: whether it could as well be the other way round.
+        That can be done until something has read the parameter. Later on it is noted as a wish for another walk through
+        the network. ``guessed`` says that it could as well be the other way round.
         """
         names = [self._origin(value.labels[k]) for k in (axis, *outer)]
         held = [found for found in names if found is not None]
@@ -430,7 +357,7 @@ class Ledger:
             return value
         if guessed:
             self.choices.append((self.step, value.labels[outer[-1]][0]))
-        if value.parameter is None or value.parameter in self.used:
+        if not self.fresh(value):
             if any(value.labels[axis][0].shape[k] == 1 for k in outer[-1:]):
                 name, own = held[0]
                 self.wishes[name] = {**self.wishes.get(name, {}), own: tuple(k for _, k in held[1:])}
@@ -439,12 +366,10 @@ class Ledger:
             tuple(n if k == axis or k in along_too else 1 for k, n in enumerate(value.shape))
             for along_too in (outer[-1:], outer)
         )
-        value = self.relabel(value, axis, (self._units_of(value.parameter, axis, units_shape),))
+        value = self.relabel(value, axis, (self._units_of(held[0][0], axis, units_shape),))
         if not value.scale:
             return value
-        self.pin_scale(
-            tuple(t for t in value.scale if all(t[1].shape[k] == 1 for k in range(value.ndim) if k not in outer))
-        )
+        self.pin_scale(tuple(t for t in value.scale if set(varies(t[1])) <= set(outer)))
         terms = [(c, v) for c, v in value.scale if v.shape[axis] == 1]
         return self.rescale(value, (*terms, (1.0, self.fresh_variables(shape))))
 
@@ -459,25 +384,14 @@ class Ledger:
         if len(label) != 1 or not (label[0] >= 0).all():
             return None
         at = bisect(self._origins, int(label[0].min()), key=lambda o: o[0]) - 1
-        if at < 0 or label[0].max() >= self._origins[at][1]:
-            return None
-        return self._origins[at][2:]
+        return None if at < 0 or label[0].max() >= self._origins[at][1] else self._origins[at][2:]
 
     def nested_order(self, axes: Sequence[int]) -> list[int]:
-        """Axes that hold units of their own at each pair of positions, outermost first.
-
-        Which of them the blocks are, and which the units within blocks, is open when such a tensor comes to be (the
-        view of a linear layer's outputs as ``[heads, units]``, or as ``[units, heads]``), and is decided by what is
-        done to it later. First guess: the last axis is the innermost. At steps that are ``turned`` it is the first.
-        """
+        """Axes that hold units of their own at each pair of positions, outermost first; which is which is a guess."""
         return list(axes) if self.step not in self.turned else list(axes)[::-1]
 
     def regret(self, component: Array, axis: int, outer: Label) -> None:
-        """Record that a component of one axis has to be the same all along another, although it is nested in it.
-
-        The units of all blocks are then shared. Where the nesting was a guess, the other one might have kept them
-        apart.
-        """
+        """Record that a component has to be the same all along an axis (of label ``outer``) that it is nested in."""
         if component.shape[axis] > 1 and (component >= 0).any():
             self.regrets += [c[c >= 0] for c in outer if (c >= 0).any()]
 
@@ -503,6 +417,10 @@ class Ledger:
         self.pin_scale(value.scale)
         return replace(value, scale=())
 
+    def approximate(self, value: Value) -> None:
+        """Record that an epsilon is added to what the log-scale of a tensor multiplies."""
+        self.inexact += [v for _, v in value.scale]
+
     def pin_scale(self, scale: tuple[Term, ...]) -> None:
         """Demand that a log-scale be zero."""
         if scale:
@@ -510,8 +428,8 @@ class Ledger:
 
     def equate(self, a: tuple[Term, ...], b: tuple[Term, ...]) -> None:
         """Demand that two log-scales (terms in the same frame) be equal."""
-        if a is not b and (a or b):
-            self.constraints.append((*a, *((-c, v) for c, v in b)))
+        if a is not b:
+            self.pin_scale((*a, *((-c, v) for c, v in b)))
 
     def merge(self, scale: tuple[Term, ...]) -> tuple[Term, ...]:
         """Replace sums of terms that vary along the same axes by one new variable each."""

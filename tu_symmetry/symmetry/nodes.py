@@ -19,12 +19,28 @@ def outputs_of(node: torch.fx.Node) -> list[Any]:
     return list(output) if isinstance(output, (tuple, list)) else [output]
 
 
+def shapes_of(node: torch.fx.Node) -> list[tuple[int, ...]]:
+    """The shapes of the outputs."""
+    return [tuple(int(n) for n in o.shape) if isinstance(o, Tensor) else () for o in outputs_of(node)]
+
+
+def arguments_of(node: torch.fx.Node) -> dict[str, Any]:
+    """The arguments of a call by their names in the operator's schema."""
+    given: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if position < len(node.args):
+            given[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            given[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            given[argument.name] = argument.default_value
+    return given
+
+
 def live_nodes(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
     """The nodes that an output of the network, or what is kept of the pass in a real-valued buffer, depends on.
 
-    What is computed and thrown away asks nothing of the units (but numbers that are read off tensors do). A write in
-    place counts where anything live reads the memory that it writes to, or where that memory is a buffer of the state:
-    only integers (counters) are not followed.
+    A write in place counts where anything live reads the memory that it writes to, or that memory is such a buffer.
     """
     root: dict[torch.fx.Node, torch.fx.Node] = {}
     writers: list[torch.fx.Node] = []
@@ -35,27 +51,26 @@ def live_nodes(graph: torch.fx.Graph) -> frozenset[torch.fx.Node]:
             live.add(node)  # a number that is read off a tensor decides where the pass goes
         if node.target is operator.getitem and node.args[0] in root:  # the parts of a split tensor are views too
             root[node] = root[node.args[0]]
-        if not isinstance(node.target, torch._ops.OpOverload):
+        inputs = node.all_input_nodes
+        if not isinstance(node.target, torch._ops.OpOverload) or not inputs:
             continue
-        schema, inputs = node.target._schema, node.all_input_nodes
-        aliased = any(r.alias_info is not None for r in schema.returns)
-        if aliased and inputs:
-            root[node] = root.get(inputs[0], inputs[0])
-        if schema.is_mutable and inputs:
+        memory = root.get(inputs[0], inputs[0])
+        if any(r.alias_info is not None for r in node.target._schema.returns):
+            root[node] = memory
+        if node.target._schema.is_mutable:
             writers.append(node)
-            value = root.get(inputs[0], inputs[0])
-            held = value.meta.get("val")
-            if value.op == "placeholder" and isinstance(held, Tensor) and is_continuous(held):
+            held = memory.meta.get("val")
+            if memory.op == "placeholder" and isinstance(held, Tensor) and is_continuous(held):
                 live.add(node)
-    while True:
+    before = 0
+    while before < len(live):
         before = len(live)
         for node in reversed(graph.nodes):
             if node in live:
                 live.update(node.all_input_nodes)
         read = {root.get(node, node) for node in live}
         live.update(writer for writer in writers if root.get(writer, writer) in read)
-        if len(live) == before:
-            return frozenset(live)
+    return frozenset(live)
 
 
 def makes_tensors(node: torch.fx.Node) -> bool:
@@ -67,42 +82,40 @@ def traits_of(node: torch.fx.Node) -> frozenset[str]:
     """What is known of the operator that a node calls; nothing of one with arguments that make it another one."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return frozenset()
-    name = rule_name_of(node.target)
-    names = [a.name for a in node.target._schema.arguments]
-    if "train" in names or "negative_slope" in names:  # a dropout that drops, a leaky ReLU that is a ReLU
-        given = dict(zip(names, node.args, strict=False)) | node.kwargs
-        if given.get("train") or given.get("negative_slope", 1) == 0:
-            return frozenset()
-    return TRAITS.get(name, frozenset())
+    given = arguments_of(node)
+    if given.get("train") or given.get("negative_slope", 1) == 0:  # a dropout that drops, a leaky ReLU that is a ReLU
+        return frozenset()
+    return TRAITS.get(rule_name_of(node.target), frozenset())
 
 
-def rule_name_of(target: torch._ops.OpOverload) -> str:
+def rule_name_of(target: Any) -> str:
     """The name that a rule is registered under: that of an operator in place is its name without the underscore."""
     name = target._schema.name.replace("::", ".")
     return name[:-1] if writes(target) and name.endswith("_") else name
 
 
+def writes(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator writes to its first argument."""
+    arguments = target._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write
+
+
 def enters_as_data(node: torch.fx.Node) -> bool:
     """Whether an integer or boolean tensor enters as a factor, a term or a choice (a pruning mask), never as an index.
 
-    Such a tensor may have other values in another state, and moves with the units. A mask that sets entries to minus
-    infinity is not taken for one: which positions of an attention are seen belongs to the architecture.
+    A mask of minus infinity belongs to the architecture: it tells which positions of an attention are seen.
     """
-    for user in node.users:
+
+    def as_data(user: torch.fx.Node) -> bool:
         if user.target is operator.getitem:
-            if not enters_as_data(user):
-                return False
-            continue
-        if not isinstance(user.target, torch._ops.OpOverload):
-            return False
-        if not traits_of(user) & {"moves", "combines"}:
-            return False
-        if any(isinstance(a, float) and a == -math.inf for a in (*user.args, *user.kwargs.values())):
+            return enters_as_data(user)
+        infinite = any(isinstance(a, float) and a == -math.inf for a in (*user.args, *user.kwargs.values()))
+        if infinite or not traits_of(user) & {"moves", "combines"}:
             return False
         whole = any(isinstance(t, Tensor) and not is_continuous(t) for t in outputs_of(user))
-        if whole and not enters_as_data(user):
-            return False
-    return bool(node.users)
+        return not whole or enters_as_data(user)
+
+    return bool(node.users) and all(map(as_data, node.users))
 
 
 def finds_positions(node: torch.fx.Node) -> bool:
@@ -119,15 +132,6 @@ def keeps_digits(node: torch.fx.Node, given: Tensor) -> bool:
     return all(is_continuous(t) and t.dtype.itemsize >= given.dtype.itemsize for t in held)
 
 
-def flattened(nested: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dictionaries."""
-    if isinstance(nested, (list, tuple)):
-        return [leaf for item in nested for leaf in flattened(item)]
-    if isinstance(nested, dict):
-        return [leaf for item in nested.values() for leaf in flattened(item)]
-    return [nested]
-
-
 def outputs_read(node: torch.fx.Node) -> frozenset[int]:
     """Positions of the outputs that something reads; for a piece, those of all pieces of what it is taken from."""
     if node.target is torch.ops.aten.select.int:
@@ -138,14 +142,3 @@ def outputs_read(node: torch.fx.Node) -> frozenset[int]:
         return frozenset(k % size for _, a, k in pieces if a == axis and isinstance(k, int))
     positions = (u.args[1] for u in node.users if u.target is operator.getitem and u.users)
     return frozenset(p for p in positions if isinstance(p, int)) or frozenset((0,))
-
-
-def shapes_of(node: torch.fx.Node) -> list[tuple[int, ...]]:
-    """The shapes of the outputs."""
-    return [tuple(int(n) for n in o.shape) if isinstance(o, Tensor) else () for o in outputs_of(node)]
-
-
-def writes(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator writes to its first argument."""
-    arguments = target._schema.arguments
-    return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write

@@ -1,8 +1,4 @@
-"""Random numbers of one's own: the global random states of torch, NumPy and Python are a user's, and stay as they were.
-
-Law (tests/symmetry/test_bad_states.py, tests/package/test_randomness.py): they are the same before and after every
-public function and constructor.
-"""
+"""Random numbers of one's own: the global random states of torch, NumPy and Python stay as they were."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ T = TypeVar("T")
 
 
 def leaves_randomness(function: Callable[P, T]) -> Callable[P, T]:
-    """A function after which the global random states are what they were before.
-
-    Reading a ``DataLoader`` draws from torch's, even without shuffling; a module may, and data from any. Within one
-    call the states go on, so that a loader that shuffles gives another order in each epoch.
-    """
+    """A function after which the global random states are what they were before."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,16 +1,8 @@
 """Which units of a tensor the example inputs read, and which they only cut off.
 
 ``pos[:n]`` adds the first rows of a table to ``n`` tokens. No output depends on the others, so that any order of them
-leaves the outputs of the example as they are, and those of a longer sequence not. Such units are *unseen*: nothing is
-known of them. Nor is anything known of where another example would cut, and the whole axis is pinned.
-
-A tensor that is only moved (viewed, cut, transposed, looked up at constant positions) is not read; what reads it is the
-first other operator. All that is cut out of one tensor, its *origin*, is taken together: of the two halves of
-``x1, x2 = h.chunk(2)`` each leaves out what the other reads. An operator that gives its units on (``2 * pos``) makes an
-origin again. As an example, with eight rows in ``pos``::
-
-    (2 * pos)[:3]                    cuts rows 0 to 2 out of the product; no cut has rows 3 to 7: the axis is pinned
-    (2 * pos)[:3], (2 * pos)[3:]     all rows are in a piece; the first three are one group, and the other five
+leaves the outputs of the example as they are, and those of a longer sequence not. Nor is anything known of where
+another example would cut: such units are *unseen*, and the whole axis is pinned.
 """
 
 from __future__ import annotations
@@ -22,54 +14,49 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tu_symmetry.symmetry.algebra import Array, Value, among, distinct
+from tu_symmetry.symmetry.algebra import Array, Value, among, distinct, units_of
 from tu_symmetry.symmetry.ledger import Ledger
 
-Origin = str | torch.fx.Node  # the name of a parameter, or what made a tensor
+Node = torch.fx.Node
+Origin = str | Node  # the name of a parameter, or what made a tensor
 UNSEEN = "not read by the example inputs"
 
 
 @dataclass
 class Reading:
-    """What one traced pass cuts out of each origin.
+    """What one traced pass cuts out of each tensor.
 
-    Attributes:
-        origins: for the nodes that are moved, the tensor that their entries come from.
-        values: for an origin that is no parameter, its value.
-        alone: for the nodes that hold a unit selected by its position, that unit, which no label names.
-        whole: tensors that are read as they are.
-        parts: for each origin, the units of all that is moved out of it and read.
+    What is only moved (viewed, cut, looked up at constant positions) is read by the first other operator. All that is
+    cut out of one tensor, its *origin*, is taken together: of ``x1, x2 = h.chunk(2)`` each leaves out what the other
+    reads.
     """
 
-    origins: dict[torch.fx.Node, Origin] = field(default_factory=dict)
-    values: dict[Origin, Value] = field(default_factory=dict)
-    alone: dict[torch.fx.Node, tuple[Array, ...]] = field(default_factory=dict)
-    whole: set[Origin] = field(default_factory=set)
-    parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))
+    origins: dict[Node, Origin] = field(default_factory=dict)  # of the nodes that are moved
+    values: dict[Origin, Value] = field(default_factory=dict)  # of the origins that are no parameters
+    alone: dict[Node, tuple[Array, ...]] = field(default_factory=dict)  # units selected by their position
+    whole: set[Origin] = field(default_factory=set)  # tensors that are read as they are
+    parts: dict[Origin, list[Array]] = field(default_factory=lambda: defaultdict(list))  # units that are read of each
 
-    def move(self, node: torch.fx.Node, source: torch.fx.Node, held: str | Value) -> None:
+    def move(self, node: Node, source: Node, held: str | Value) -> None:
         """Entries of ``source`` (a parameter, by its name, or a value) come to stand at other places."""
         if source in self.alone:
             self.alone[node] = self.alone[source]
-        if source in self.origins:
-            self.origins[node] = self.origins[source]
-            return
         origin: Origin = held if isinstance(held, str) else source
-        self.origins[node] = origin
-        if isinstance(held, Value):
+        if source not in self.origins and isinstance(held, Value):
             self.values[origin] = held
+        self.origins[node] = self.origins.get(source, origin)
 
-    def select(self, node: torch.fx.Node, units: Sequence[Array]) -> None:
+    def select(self, node: Node, units: Sequence[Array]) -> None:
         """Units that an operator selects by their positions, one at a time."""
         if node in self.origins and len(units):
-            self.alone[node] = (*self.alone.get(node, ()), *(u[u >= 0] for u in units))
+            self.alone[node] = (*self.alone.get(node, ()), *units)
 
-    def read(self, node: torch.fx.Node, held: str | Value) -> None:
+    def read(self, node: Node, held: str | Value) -> None:
         """An operator, or the end of the network, reads a tensor (a parameter, by its name, or a value)."""
         if node not in self.origins:
             self.whole.add(held if isinstance(held, str) else node)
         elif isinstance(held, Value):
-            self.parts[self.origins[node]].append(_joined([_units(held), *self.alone.get(node, ())]))
+            self.parts[self.origins[node]].append(units_of([*held.labels, self.alone.get(node, ())]))
 
     def cuts(self, ledger: Ledger) -> Iterator[tuple[Origin, Value, Array]]:
         """Each origin that is read in pieces only, and the units of the pieces together."""
@@ -77,37 +64,31 @@ class Reading:
             value = ledger.parameters.get(origin) if isinstance(origin, str) else self.values.get(origin)
             if value is None or origin in self.whole:
                 continue
-            units = _units(value)
+            units = units_of(value.labels)
+            if any(among(units, part).all() for part in parts):
+                continue
             pieces = [units[among(units, _with_blocks(ledger, part))] for part in parts]
             if all(len(piece) < len(units) for piece in pieces):
-                yield origin, value, _joined(pieces)
+                yield origin, value, distinct(np.concatenate(pieces))
 
 
 def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
     """Pin every axis of which passes with one example cut off a part and throw it away; returns parameters with one.
 
-    Not only what is left out is pinned: another example may cut at another place. Factors along such an axis are equal
-    (rows of a table that are added to a stream follow the stream's scales). What one pass leaves out and another one
-    cuts out (a half that only training asks for) is read.
-
-    Args:
-        ledger: which the passes wrote.
-        readings: the readings of the passes, in evaluation and in training mode.
+    Factors along such an axis are equal. What one pass leaves out and another one cuts out (in training) is read.
     """
     found = [cut for reading in readings for cut in reading.cuts(ledger)]
-    read = _joined([pieces for _, _, pieces in found]) if len(readings) > 1 else _joined([])
+    read = units_of([tuple(pieces for _, _, pieces in found)] if len(readings) > 1 else [])
     partly = set()
     for origin, value, pieces in found:
         for axis, label in enumerate(value.labels):
-            held = _joined([c[c >= 0] for c in label])
-            gone = held[~among(held, pieces) & ~among(held, read)]
-            if not len(gone):
+            held = units_of([label])
+            if (among(held, pieces) | among(held, read)).all():
                 continue
             ledger.pins.append((held, UNSEEN))
             if isinstance(origin, str):
                 partly.add(origin)
-            for _, variable in value.scale:
-                ledger.constant_along(variable, axis)
+            ledger.alike_along(value, axis)
     return frozenset(partly)
 
 
@@ -122,14 +103,11 @@ def _with_blocks(ledger: Ledger, units: Array) -> Array:
         ]
         if not any(len(h) for h in held):
             return units
-        units = _joined([units, *held])
+        units = distinct(np.concatenate([units, *held]))
 
 
 def pin_what_could_meet(ledger: Ledger, name: str, shape: tuple[int, ...]) -> None:
-    """Pin the units of every axis that an unread parameter could meet: one of its own is as long, or a layer's twice.
-
-    Other inputs may reach the parameter, and nothing tells where it then stands.
-    """
+    """Pin the units of every axis that an unread parameter could meet: other inputs may reach the parameter."""
     reason = f"could meet {name}, which the example inputs do not reach"
     for seen in list(ledger.seen):
         if could_meet(max(c.shape[seen.axis] for c in seen.label), shape):
@@ -140,11 +118,3 @@ def could_meet(length: int, shape: tuple[int, ...]) -> bool:
     """Whether an axis of some length could be added to, multiplied by or contracted with a tensor of some shape."""
     pieces = len(shape) == 2 and any(n % length == 0 for n in shape)  # what a layer makes, and behind a flattening
     return length > 1 and (length in shape or pieces)
-
-
-def _joined(arrays: Sequence[Array]) -> Array:
-    return distinct(np.concatenate(arrays)) if arrays else np.empty(0, dtype=np.int64)
-
-
-def _units(value: Value) -> Array:
-    return _joined([c[c >= 0] for label in value.labels for c in label])

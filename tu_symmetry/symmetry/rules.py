@@ -1,14 +1,13 @@
-"""The table of rules: for each operator, how its outputs are indexed and scaled, given its inputs.
+"""The table of rules: how the outputs of an operator are indexed and scaled, given its inputs.
 
-A rule receives a :class:`Call` and returns a :class:`~tu_symmetry.symmetry.algebra.Value` for each output. It makes its
-demands through the call's ledger. An operator without a rule pins everything that it touches; :func:`register_rule`
-adds a rule for an own operator.
+A rule turns a :class:`Call` into a :class:`~tu_symmetry.symmetry.algebra.Value` for each output and makes its demands
+through the call's ledger. An operator without a rule pins everything that it touches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tu_symmetry.symmetry.algebra import Array, Value, pinned_value
@@ -21,30 +20,23 @@ SMALL = 1e-3  # a number below this that is added to a statistic is taken for a 
 GUARD = 1e-5  # and one below this to which a norm is clamped; if it is below INACTIVE, no factor in practice meets it
 INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
-TRAIT_NAMES = frozenset((
-    "moves", "same", "picks", "combines", "injective", "distinct", "shifts", "spreads", "pools", "statistic",
-    "of_statistics", "random", "fills", "zeros",
-))  # fmt: skip
-"""What an operator does beside its rule; what is not said of it is not relied on.
-
-==================  ==================================================================================================
-``moves``           its one tensor's entries stand at other places, some at several or at none (views, slices, expand)
-``same``            of these: the same entries in the same order (casts and views, but no transposition and no slice)
-``picks``           entries of its first tensor, found by positions (look-ups)
-``combines``        integers and booleans enter as factors, terms or choices, never as positions
-``injective``       entry by entry, ascending or descending throughout, without flat parts, in floating point as well
-``distinct``        what differs along ``dim`` or ``normalized_shape`` still does (softmax); a tensor ``bias`` is added
-``shifts``          sums and differences of two tensors, or of a tensor and a number
-``spreads``         linear in each of its tensors, all of which it multiplies; a tensor named ``bias`` is added
-``pools``           sums, means or extrema of entries (along an axis, over windows)
-``statistic``       norms, deviations, means: what normalizations add their epsilon to
-``of_statistics``   makes statistics of statistics (square root)
-``random``          draws numbers, no two of which are equal
-``fills``           every entry is one number, which ``Value.fill`` tells
-``zeros``           that number is zero
-==================  ==================================================================================================
-"""
 TRAITS: dict[str, frozenset[str]] = {}
+TRAIT_NAMES = {
+    "moves": "the entries of its one tensor stand at other places, some at several or at none (views, slices, expand)",
+    "same": "of these: the same entries in the same order (casts and views, but no transposition and no slice)",
+    "picks": "entries of its first tensor, found by positions (look-ups)",
+    "combines": "integers and booleans enter as factors, terms or choices, never as positions",
+    "injective": "entry by entry, ascending or descending throughout, without flat parts, in floating point as well",
+    "distinct": "what differs along `dim` or `normalized_shape` still does (softmax); a tensor `bias` is added",
+    "shifts": "sums and differences of two tensors, or of a tensor and a number",
+    "spreads": "linear in each of its tensors, all of which it multiplies; a tensor named `bias` is added",
+    "pools": "sums, means or extrema of entries (along an axis, over windows)",
+    "statistic": "norms, deviations, means: what normalizations add their epsilon to",
+    "of_statistics": "makes statistics of statistics (square root)",
+    "random": "draws numbers, no two of which are equal",
+    "fills": "every entry is one number, which `Value.fill` tells",
+    "zeros": "that number is zero",
+}
 
 
 def register_rule(
@@ -58,8 +50,7 @@ def register_rule(
         positions: what becomes of a tensor whose entries are positions of hidden units (what ``argmax`` returns). By
             default the units are pinned, since an ordinary operator reads the numbers; ``"keep"`` is for operators
             that only move or copy the entries of their one tensor; a rule with ``"read"`` looks at ``Value.points``.
-        traits: what else is known of the operators, see :data:`TRAIT_NAMES`. Without ``"injective"`` or ``"distinct"``,
-            for one, different numbers may become equal, and which of them is the largest is no property of the units.
+        traits: what else is known of the operators, see ``TRAIT_NAMES``; what is not said is not relied on.
 
     Raises:
         ValueError: for a trait that does not exist.
@@ -71,16 +62,15 @@ def register_rule(
             def scaled_relu(call):
                 return elementwise(call, homogeneous=True)
     """
+    unheard = sorted(set(traits) - TRAIT_NAMES.keys())
+    if unheard:
+        raise ValueError(f"there are no traits {unheard}; known are {sorted(TRAIT_NAMES)}")
 
     def add(rule: R) -> R:
         for operator in " ".join(operators).split():
             name = operator if "." in operator else f"aten.{operator}"
             RULES[name], POSITIONS[name], TRAITS[name] = rule, positions, frozenset(traits)
         return rule
-
-    unheard = sorted(set(traits) - TRAIT_NAMES)
-    if unheard:
-        raise ValueError(f"there are no traits {unheard}; known are {sorted(TRAIT_NAMES)}")
 
     return add
 
@@ -94,23 +84,19 @@ class Call:
         operator: name, for example ``aten.relu``.
         arguments: by the schema's names; tensors are :class:`Value`, everything else is as in the graph.
         outputs: shapes of the outputs.
-        place: name of the node, for reasons.
         used: positions of the outputs that something reads; for ``select``, those that are selected anywhere.
         constants: as ``arguments``, the tensors among them that are known by value (None for the others).
         dtypes: as ``arguments``, the types of the tensors.
         zeros: ids of the tensor arguments that are zero throughout: these have any scale.
-        apart: id of a tensor argument to the units that it is provably different at, see :mod:`.distinct`. At others
-            entries may be equal for some inputs (behind a ReLU, on a blank image), so that which of them is the largest
-            is no property of the units alone.
-        statistics: ids of the tensor arguments that are norms, deviations and the like: they may be given an epsilon.
+        apart: id of a tensor argument to the units that it is provably different at, see :mod:`.distinct`.
         sole: ids of the tensor arguments that are views of a parameter which nothing else reads.
+        statistics: ids of the tensor arguments that are norms, deviations and the like: they may be given an epsilon.
     """
 
     ledger: Ledger
     operator: str
     arguments: dict[str, Any]
     outputs: list[tuple[int, ...]]
-    place: str
     used: frozenset[int] = frozenset((0,))
     constants: dict[str, Any] = field(default_factory=dict)
     dtypes: dict[str, Any] = field(default_factory=dict)
@@ -140,20 +126,24 @@ class Call:
     @property
     def tensors(self) -> list[Value]:
         """All tensor arguments, lists flattened, in order."""
-        found: list[Value] = []
-        for argument in self.arguments.values():
-            if isinstance(argument, Value):
-                found.append(argument)
-            elif isinstance(argument, (list, tuple)):
-                found += [a for a in argument if isinstance(a, Value)]
-        return found
+        lists = (a if isinstance(a, (list, tuple)) else (a,) for a in self.arguments.values())
+        return [value for held in lists for value in held if isinstance(value, Value)]
 
     def axis(self, name: str = "dim", *, of: Value | None = None, default: int | None = None) -> int:
         """An axis argument, counted from the front."""
-        value = of or self.tensors[0]
         axis = self.arguments.get(name, default)
         assert isinstance(axis, int), f"{self.operator} was called without {name}"
-        return axis % max(value.ndim, 1)
+        return axis % max((of or self.tensors[0]).ndim, 1)
+
+    def on(self, *values: Value, shape: Sequence[int] | None = None) -> Call:
+        """The same call with these tensors as its only arguments (and another shape of its output)."""
+        outputs = self.outputs if shape is None else [tuple(shape)]
+        return replace(self, arguments={str(k): v for k, v in enumerate(values)}, outputs=outputs)
+
+    def pin(self, name: str, reason: str) -> None:
+        """Pin an argument, if it is a tensor."""
+        if isinstance(value := self.arguments.get(name), Value):
+            self.ledger.pin(value, reason)
 
 
 def unknown(call: Call) -> Any:

@@ -1,20 +1,7 @@
 """From a ledger's linear constraints on log-scales to scale and normalization groups.
 
-:mod:`.scale_solver` leaves the log-scale of every tensor as a sum of free factors. Here they become groups, in stages:
-
-1. :func:`_expanded`: the log-scales of all parameters and buffers, and of what meets an epsilon;
-2. :func:`_without_redundant`: factors of whole tensors that do nothing, or what the factors of an axis do together;
-3. :func:`_with_normalizations`: a basis in which a factor under which nothing shrinks is a factor of its own;
-4. :func:`_families`: factors that multiply the same axes of the same tensors with the same exponents form one group;
-5. :func:`_numbered`: factors are numbered group by group, oriented so that parameters grow with them.
-
-As an example, ``c(norm(b(relu(a(x)))))`` with a normalization that has weights of its own. Three factors are found::
-
-    r_i    a.weight[i, :] +1, a.bias[i] +1, b.weight[:, i] -1     a scale group: something shrinks
-    q      b.weight +1, b.bias +1                                 a normalization group: nothing shrinks, norm undoes it
-    s_j    norm.weight[j] +1, norm.bias[j] +1, c.weight[:, j] -1  another scale group
-
-``q`` met the epsilon of the normalization, so its group is exact up to that only.
+:mod:`.scale_solver` leaves the log-scale of every tensor as a sum of free factors. Factors that multiply the same axes
+of the same tensors with the same exponents form one group, oriented so that parameters grow with them.
 """
 
 from __future__ import annotations
@@ -29,11 +16,11 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from tu_symmetry.symmetry.algebra import ZERO, Array, among, distinct, distinct_rows, varies
-from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm
+from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm, unique
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.scale_solver import ScaleSystem, tidy
+from tu_symmetry.symmetry.scale_solver import ScaleSystem, Terms, tidy
 
-Expanded = dict[str, list[tuple[float, Array]]]
+Expanded = dict[str, Terms]
 """For each tensor the terms of its log-scale: exponent, and the factor at each entry (ZERO for none)."""
 
 Part = tuple[str, tuple[int, ...], float]
@@ -43,23 +30,15 @@ Part = tuple[str, tuple[int, ...], float]
 def scale_groups(
     ledger: Ledger, order: list[str], shapes: Mapping[str, tuple[int, ...]], buffers: frozenset[str]
 ) -> tuple[tuple[ScaleGroup, ...], tuple[NormalizationGroup, ...], dict[str, tuple[ScaleTerm, ...]]]:
-    """Scale groups, normalization groups, and the log-scale of every tensor in their factors.
-
-    A group is a normalization group if no parameter shrinks when it grows: something downstream undoes it.
-
-    Args:
-        ledger: what the operators demand; it is left as it is.
-        order: names of the state dict's tensors, in order; decides names and the order of groups.
-        shapes: the shapes of these tensors.
-        buffers: the names among them that are no parameters.
-    """
+    """Scale groups, normalization groups, and the log-scale of every tensor in their factors."""
     system = ScaleSystem(ledger)
-    expanded, epsilons = _expanded(ledger, system, order, shapes)
-    idle = buffers | epsilons  # what meets an epsilon is followed as if it were one more buffer
-    expanded = _with_normalizations(_without_redundant(expanded), idle)
+    held = [name for name in order if name in ledger.parameters]
+    expanded = {name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in held}
+    epsilons = {f"epsilon {k}": system.expand(((1.0, v),), v.ndim) for k, v in enumerate(ledger.inexact)}
+    idle = buffers | epsilons.keys()  # what meets an epsilon is followed as if it were one more buffer
+    expanded = _with_normalizations(_without_redundant(expanded | epsilons), idle)
     alike = _alike(expanded)
-    inexact = [distinct(array) for name in epsilons for _, array in expanded[name]]
-    expanded = {name: terms for name, terms in expanded.items() if name not in epsilons}
+    inexact = [distinct(array) for name in epsilons for _, array in expanded.pop(name)]
     scales: list[_Family] = []
     normalizations: list[_Family] = []
     for family in _families(alike, epsilons, np.concatenate([np.empty(0, np.int64), *inexact])):
@@ -67,51 +46,18 @@ def scale_groups(
         if exponents:
             one_way = all(c < 0 for c in exponents) or all(c > 0 for c in exponents)
             (normalizations if one_way else scales).append(family._replace(flipped=max(exponents) < 0))
-    families = [*scales, *normalizations]
-    terms_of = _numbered(expanded, families, system.count)
-    groups = list(_groups(families, terms_of, len(scales), buffers))
+    terms_of = _numbered(expanded, [*scales, *normalizations], system.count)
+    groups = list(_groups([*scales, *normalizations], terms_of, len(scales), buffers))
     return tuple(groups[: len(scales)]), tuple(groups[len(scales) :]), terms_of  # type: ignore[arg-type]
 
 
 class _Family(NamedTuple):
-    """Factors that form one group.
-
-    Attributes:
-        variables: the factors, in the order in which they are met.
-        parts: what they multiply.
-        exact: whether none of them meets an epsilon.
-        flipped: whether parameters only shrink when they grow, so that the group's factors are their inverses.
-    """
+    """Factors that form one group, in the order in which they are met, and the parts that they multiply."""
 
     variables: Array
     parts: tuple[Part, ...]
     exact: bool
     flipped: bool = False
-
-
-def _expanded(
-    ledger: Ledger, system: ScaleSystem, order: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Expanded, frozenset[str]]:
-    """The log-scales of all tensors in free factors, and the names of those that stand for what meets an epsilon."""
-    expanded = {
-        name: system.expand(ledger.parameters[name].scale, len(shapes[name]))
-        for name in order
-        if name in ledger.parameters
-    }
-    epsilons = {f"epsilon {k}": system.expand(((1.0, v),), v.ndim) for k, v in enumerate(ledger.inexact)}
-    return expanded | epsilons, frozenset(epsilons)
-
-
-def _without_redundant(expanded: Expanded) -> Expanded:
-    """The log-scales without factors that change nothing, or what other factors change together."""
-    redundant = _redundant(expanded, _alike(expanded))
-    if not redundant:
-        return expanded
-    gone = np.array(redundant)
-    return {
-        name: [(c, np.where(among(factors, gone), ZERO, factors)) for c, factors in terms]
-        for name, terms in expanded.items()
-    }
 
 
 class _Alike(NamedTuple):
@@ -120,6 +66,11 @@ class _Alike(NamedTuple):
     parts: tuple[Part, ...]
     variables: Array
     met: Array
+
+    @property
+    def whole(self) -> bool:
+        """Whether they multiply whole tensors only."""
+        return all(axes == () for _, axes, _ in self.parts)
 
 
 def _alike(expanded: Expanded) -> list[_Alike]:
@@ -155,36 +106,6 @@ def _alike(expanded: Expanded) -> list[_Alike]:
     return sorted(found, key=lambda alike: int(alike.met[0]))
 
 
-def _redundant(expanded: Expanded, alike: list[_Alike]) -> list[int]:
-    """Factors that multiply whole tensors, and change nothing or just what the factors of one axis change together."""
-    whole: dict[int, dict[str, float]] = {}
-    for kind in alike:
-        if not all(axes == () for _, axes, _ in kind.parts):
-            continue
-        for v in kind.variables.tolist():
-            net: dict[str, float] = defaultdict(float)
-            for name, _, c in kind.parts:
-                full = all((a == v).all() for _, a in expanded[name] if (a == v).any())
-                net[name] += c if full else np.nan
-            whole[v] = {name: c for name, c in net.items() if c != 0}
-    by_parts = _by_parts([kind for kind in alike if any(axes != () for _, axes, _ in kind.parts)])
-    gone = []
-    for v, net in whole.items():
-        if not net:
-            gone.append(v)
-            continue
-        for shared, variables in by_parts.items():
-            names = [name for name, _, _ in shared]
-            if set(names) != set(net) or len(names) != len(net):
-                continue
-            ratios = {c / net[name] for name, _, c in shared}
-            covers = all(any(among(a, variables).all() for c, a in expanded[name]) for name in names)
-            if len(ratios) == 1 and covers:
-                gone.append(v)
-                break
-    return gone
-
-
 def _by_parts(alike: list[_Alike]) -> dict[tuple[Part, ...], Array]:
     """Variables by the set of parts that they multiply, a part that is multiplied twice counting once."""
     found: dict[tuple[Part, ...], list[Array]] = defaultdict(list)
@@ -193,15 +114,42 @@ def _by_parts(alike: list[_Alike]) -> dict[tuple[Part, ...], Array]:
     return {parts: np.concatenate(variables) for parts, variables in found.items()}
 
 
+def _without_redundant(expanded: Expanded) -> Expanded:
+    """The log-scales without factors of whole tensors that change nothing, or what those of one axis do together."""
+    alike = _alike(expanded)
+    whole: dict[int, dict[str, float]] = {}
+    for kind in alike:
+        for v in kind.variables.tolist() if kind.whole else []:
+            net: dict[str, float] = defaultdict(float)
+            for name, _, c in kind.parts:
+                full = all((a == v).all() for _, a in expanded[name] if (a == v).any())
+                net[name] += c if full else np.nan
+            whole[v] = {name: c for name, c in net.items() if c != 0}
+    by_parts = _by_parts([kind for kind in alike if not kind.whole])
+
+    def together(net: dict[str, float], shared: tuple[Part, ...], variables: Array) -> bool:
+        names = [name for name, _, _ in shared]
+        if set(names) != set(net) or len(names) != len(net):
+            return False
+        covers = all(any(among(a, variables).all() for c, a in expanded[name]) for name in names)
+        return covers and len({c / net[name] for name, _, c in shared}) == 1
+
+    gone = [v for v, net in whole.items() if not net or any(together(net, *other) for other in by_parts.items())]
+    if not gone:
+        return expanded
+    return {
+        name: [(c, np.where(among(factors, np.array(gone)), ZERO, factors)) for c, factors in terms]
+        for name, terms in expanded.items()
+    }
+
+
 def _with_normalizations(expanded: Expanded, buffers: frozenset[str]) -> Expanded:
     """The log-scales in a basis in which a factor under which nothing shrinks is a factor of its own.
 
     A single factor may trade off against others, while a combination of them only ever grows weights: a residual stream
     that a normalization reads, with biases on the branch. Such combinations are found by linear programming over the
-    groups (each moving as one); the single factor is then redefined as the combination.
-
-    As an example, the exponents of three tensors under two groups. The first group alone makes ``t`` shrink, together
-    with the second one it does not; the first column becomes the sum of both::
+    groups (each moving as one); the single factor is then redefined as the combination. As an example, the exponents of
+    three tensors under two groups; the first column becomes the sum of both::
 
               first  second              first  second
         s       1      0                   1      0
@@ -209,16 +157,15 @@ def _with_normalizations(expanded: Expanded, buffers: frozenset[str]) -> Expande
         u       1      0                   1      0
     """
     alike = _alike(expanded)
-    if not any(all(axes == () for _, axes, _ in kind.parts) for kind in alike):
-        return expanded  # no factor multiplies whole tensors
+    if not any(kind.whole for kind in alike):
+        return expanded
     members = list(_by_parts(alike).values())
+    n = len(members)
     number = np.full(max(int(v.max()) for v in members) + 1, -1, dtype=np.int64)
     for k, variables in enumerate(members):
         number[variables] = k
-    rows = np.unique(
-        np.array(list(_exponent_rows(expanded, number, len(members), buffers))).reshape(-1, len(members)), axis=0
-    )
-    n = len(members)
+    rows = np.array(list(_exponent_rows(expanded, number, n, buffers))).reshape(-1, n)
+    rows = np.unique(rows, axis=0)
     for k, variables in enumerate(members):
         if len(variables) != 1 or not (rows[:, k] < 0).any() or not (rows[:, k] > 0).any():
             continue
@@ -251,23 +198,19 @@ def _exponent_rows(
     for name, terms in expanded.items():
         if name in buffers:
             continue
-        kinds: dict[tuple[int, ...], NDArray[np.float64]] = {}
+        total = np.zeros((1, count))
         for axes in dict.fromkeys(varies(v) for _, v in terms):
             own = [(c, v) for c, v in terms if varies(v) == axes]
-            held = np.stack([np.where(v == ZERO, -1, number[v]).reshape(-1) for _, v in own], axis=1)
-            held = distinct_rows(held)
+            held = distinct_rows(np.stack([np.where(v == ZERO, -1, number[v]).reshape(-1) for _, v in own], axis=1))
             table = np.zeros((len(held), count))
             for column, (c, _) in enumerate(own):
                 here = np.flatnonzero(held[:, column] >= 0)
                 np.add.at(table, (here, held[here, column]), c)
-            kinds[axes] = table
-        total = np.zeros((1, count))
-        for table in kinds.values():
             total = (total[:, None, :] + table[None]).reshape(-1, count)
         yield from total
 
 
-def _families(alike: list[_Alike], apart: frozenset[str], inexact: Array) -> Iterator[_Family]:
+def _families(alike: list[_Alike], apart: Mapping[str, Terms], inexact: Array) -> Iterator[_Family]:
     """Factors of one group: the same parts (those of the names ``apart`` do not count), and all exact or none."""
     families: dict[tuple[tuple[Part, ...], bool], list[tuple[Array, Array]]] = defaultdict(list)
     for parts, variables, met in alike:
@@ -280,45 +223,31 @@ def _families(alike: list[_Alike], apart: frozenset[str], inexact: Array) -> Ite
     for (parts, exact), pieces in families.items():
         variables, met = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
         order = np.argsort(met)
-        ordered.append((int(met[order[0]]), variables[order], parts, exact))
-    for _, variables, parts, exact in sorted(ordered, key=lambda family: family[0]):
-        yield _Family(variables, parts, exact)
+        ordered.append((int(met[order[0]]), _Family(variables[order], parts, exact)))
+    for _, family in sorted(ordered, key=lambda pair: pair[0]):
+        yield family
 
 
 def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> dict[str, tuple[ScaleTerm, ...]]:
-    """The log-scale of every tensor in the factors of all groups, which are numbered one group after the other.
-
-    Args:
-        expanded: the log-scales in variables.
-        families: the families of the variables that are numbered; others multiply buffers only.
-        count: number of variables.
-    """
+    """The log-scale of every tensor in the factors of all groups, numbered one after the other, -1 for none."""
     number = np.full(count, -1, dtype=np.int64)
+    flip = np.zeros(count, dtype=bool)
     start = 0
     for family in families:
         number[family.variables] = np.arange(start, start + len(family.variables))
+        flip[family.variables] = family.flipped
         start += len(family.variables)
-    flipped = [family.variables for family in families if family.flipped]
-    flip = np.concatenate(flipped) if flipped else np.empty(0, np.int64)
     terms_of = {}
     for name, terms in expanded.items():
-        oriented = [t for c, v in terms for t in _flipped(c, v, flip)]
-        numbered = [(c, np.where(v == ZERO, -1, number[v])) for c, v in oriented]
-        kept = tuple(ScaleTerm(float(c), torch.from_numpy(v)) for c, v in numbered if (v >= 0).any())
+        kept = []
+        for c, v in terms:
+            factors = number[v]
+            for sign, own in ((-1, flip[v]), (1, ~flip[v])):
+                if (factors[own] >= 0).any():
+                    kept.append(ScaleTerm(float(sign * c), torch.from_numpy(np.where(own, factors, -1))))
         if kept:
-            terms_of[name] = kept
+            terms_of[name] = tuple(kept)
     return terms_of
-
-
-def _flipped(coefficient: float, variable: Array, flip: Array) -> list[tuple[float, Array]]:
-    """A term with the sign of its exponent changed at the factors that are flipped: two terms, where it holds both."""
-    hit = among(variable, flip)
-    if not hit.any():
-        return [(coefficient, variable)]
-    parts = [(-coefficient, np.where(hit, variable, ZERO))]
-    if (~hit & (variable != ZERO)).any():
-        parts.append((coefficient, np.where(hit, ZERO, variable)))
-    return parts
 
 
 def _groups(
@@ -336,38 +265,35 @@ def _groups(
             for k in distinct(np.searchsorted(starts, factors[factors >= 0], side="right") - 1).tolist():
                 touched[k].append((name, term))
     taken: set[str] = set()
-    for k, (variables, _, exact, _) in enumerate(families):
-        members = tuple(_members(touched[k], int(starts[k]), len(variables), buffers))
-        kind = ScaleGroup if k < scales else NormalizationGroup
-        yield kind(_name(members, taken), len(variables), members, exact)
+    for k, family in enumerate(families):
+        size = len(family.variables)
+        members = tuple(_member(name, term, int(starts[k]), size, name in buffers) for name, term in touched[k])
+        first = next((m for m in members if m.exponent > 0 and not m.buffer), members[0])
+        name = unique(first.parameter.rpartition(".")[0] or first.parameter, taken)
+        taken.add(name)
+        yield (ScaleGroup if k < scales else NormalizationGroup)(name, size, members, family.exact)
 
 
-def _members(
-    touched: list[tuple[str, ScaleTerm]], start: int, size: int, buffers: frozenset[str]
-) -> Iterator[ScaleMember]:
-    for name, term in touched:
-        exponent = term.exponent
-        array = term.index.numpy() - start
-        array = np.where((array >= 0) & (array < size), array, -1)
-        buffer = name in buffers
-        axes = varies(array)
-        if not axes and array.size == 1:
-            yield ScaleMember(name, None, exponent, buffer=buffer)
-            continue
-        if len(axes) == 1:
-            flat = array.reshape(-1)
-            yield ScaleMember(name, axes[0], exponent, _positions(flat, size), buffer=buffer)
-            continue
-        if len(axes) > 2:  # the scale terms hold the truth, the member names the axis
-            yield ScaleMember(name, axes[-1], exponent, buffer=buffer)
-            continue
-        rows_axis, axis = axes
-        grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
-        held = np.nonzero(grid >= 0)
-        within, index = (_lines(grid[held], lines, size) for lines in held)
-        if within is None or index is None:  # irregular: the scale terms hold the truth, the member names the axis
-            within = index = None
-        yield ScaleMember(name, axis, exponent, index, rows_axis, within, buffer)
+def _member(name: str, term: ScaleTerm, start: int, size: int, buffer: bool) -> ScaleMember:
+    """Where the factors of one group multiply a tensor; the scale terms hold what is too irregular for a member."""
+    array = term.index.numpy() - start
+    array = np.where((array >= 0) & (array < size), array, -1)
+    axes = varies(array)
+    if not axes and array.size == 1:
+        return ScaleMember(name, None, term.exponent, buffer=buffer)
+    if len(axes) == 1:
+        flat = array.reshape(-1)
+        held = np.flatnonzero(flat >= 0)
+        return ScaleMember(name, axes[0], term.exponent, _lines(flat[held], held, size), buffer=buffer)
+    if len(axes) > 2:
+        return ScaleMember(name, axes[-1], term.exponent, buffer=buffer)
+    rows_axis, axis = axes
+    grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
+    held = np.nonzero(grid >= 0)
+    within, index = (_lines(grid[held], lines, size) for lines in held)
+    if within is None or index is None:
+        within = index = None
+    return ScaleMember(name, axis, term.exponent, index, rows_axis, within, buffer)
 
 
 def _lines(factors: Array, lines: Array, size: int) -> torch.Tensor | None:
@@ -378,21 +304,3 @@ def _lines(factors: Array, lines: Array, size: int) -> torch.Tensor | None:
     if (counts != counts[0]).any():
         return None
     return torch.from_numpy((pairs % length).reshape(size, -1))
-
-
-def _positions(flat: Array, size: int) -> torch.Tensor | None:
-    held = np.flatnonzero(flat >= 0)
-    counts = np.bincount(flat[held], minlength=size)
-    if (counts != counts[0]).any() or counts[0] == 0:
-        return None
-    return torch.from_numpy(held[np.argsort(flat[held], kind="stable")].reshape(size, -1))
-
-
-def _name(members: tuple[ScaleMember, ...], taken: set[str]) -> str:
-    growing = [m for m in members if m.exponent > 0 and not m.buffer] or list(members)
-    base = growing[0].parameter.rpartition(".")[0] or growing[0].parameter
-    name, k = base, 2
-    while name in taken:
-        name, k = f"{base}-{k}", k + 1
-    taken.add(name)
-    return name

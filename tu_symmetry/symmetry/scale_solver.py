@@ -1,28 +1,14 @@
 """Solving a ledger's linear constraints on log-scales: every variable becomes a combination of free factors.
 
-Each tensor's log-scale is a sum of variables, and operators demand that certain sums vanish. Almost every demand
-involves one or two variables and is settled by signed union-find, on whole arrays at once. Sums of three or more (a
-gate times a value, a depthwise convolution) are settled by eliminating a variable that stands in no other such sum.
-Whatever cannot be settled so is pinned to scale zero: fewer symmetries are claimed, never a wrong one.
-
-As an example, ``c(relu(a(x)))`` with hidden units ``i``. A parameter has a variable for each position of each axis, so
-``a.weight`` has the log-scale ``r_i + k_j``, ``a.bias`` ``t_i``, and ``c.weight`` ``m_o + s_i``. Operators demand
-
-========================================  ==============  ==================================================
-the input of ``a`` does not scale         ``k_j = 0``     one variable: joined with zero
-the bias is added                         ``t_i - r_i``   two of opposite sign: ``+t ~ +r`` and ``-t ~ -r``
-``c`` sums over ``i``, of scale ``r_i``   ``r_i + s_i``   two of equal sign: ``+s ~ -r`` and ``-s ~ +r``
-the output does not scale                 ``m_o = 0``     one variable
-========================================  ==============  ==================================================
-
-and what is left is one free factor ``r_i`` for each unit: ``a`` grows with it, ``c.weight`` shrinks. In a gated
-network, ``c(a(x) * b(x))``, the sum ``r_i + q_i + s_i`` of three remains: ``s_i`` is defined as ``-r_i - q_i``.
+Operators demand that certain sums of variables vanish. A demand on one or two variables is settled by signed
+union-find, on whole arrays at once; a longer sum (a gate times a value) by eliminating a variable that stands in no
+other such sum. Whatever cannot be settled so is pinned to scale zero: fewer symmetries are claimed, never a wrong one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,31 +19,22 @@ from tu_symmetry.symmetry.algebra import ZERO, Array, Term, distinct, tighten, v
 from tu_symmetry.symmetry.ledger import Ledger
 
 Floats = NDArray[np.float64]
+Terms = list[tuple[float, Array]]
+Expression = list[tuple[float, int]]  # coefficients and variables
 
 
 class ScaleSystem:
-    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors.
-
-    Attributes:
-        count: number of variables; variable 0 is always zero.
-        root: for each variable the one that stands for all that are equal to it up to sign.
-        sign: for each variable 1.0 or -1.0, times its root; 0.0 where it is zero.
-        derived: roots that are defined by sums of others: root to (coefficient, root).
-    """
+    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
         self.count = ledger.variables
         self.root: Array = np.arange(self.count)
         self.sign: Floats = np.ones(self.count)
-        self.sign[ZERO] = 0.0
-        self._left: list[Array] = []
-        self._right: list[Array] = []
-        self._same: list[NDArray[np.bool_]] = []
-        self._zero: list[Array] = []
-        self.derived: dict[int, list[tuple[float, int]]] = {}
+        self._ties: list[tuple[Array, Array, NDArray[np.bool_]]] = []  # variables that are equal, or each other's minus
+        self._zero: list[Array] = [np.array([ZERO])]
+        self.derived: dict[int, Expression] = {}
         self._users: defaultdict[int, set[int]] = defaultdict(set)
-        self._solve()
+        self._solve(ledger.constraints)
         depth = max((len(terms) for terms in self.derived.values()), default=0)
         self._is_derived = np.zeros(self.count, dtype=bool)
         self._part = np.zeros((depth, self.count), dtype=np.int64)
@@ -67,34 +44,22 @@ class ScaleSystem:
             for k, (coefficient, other) in enumerate(terms):
                 self._part[k, variable], self._factor[k, variable] = other, coefficient
 
-    def _tie(self, x: Array, y: Array, same: NDArray[np.bool_]) -> None:
-        self._left.append(x)
-        self._right.append(y)
-        self._same.append(same)
-
     def _update(self) -> None:
-        """Signed union-find: the nodes are +v (number v) and -v (number v + count).
-
-        ``x = y`` joins +x with +y and -x with -y, ``x = -y`` joins +x with -y and -x with +y. A variable that is joined
-        with its own negative is zero: ``x = y`` and ``x = -y`` together make one component of +x, -x, +y and -y.
-        """
+        """Signed union-find: the nodes are +v (number v) and -v (number v + count)."""
         n = self.count
         rows, columns = [], []
-        for x, y, same in zip(self._left, self._right, self._same, strict=True):
+        for x, y, same in self._ties:
             rows += [x, x + n]
             columns += [np.where(same, y, y + n), np.where(same, y + n, y)]
-        for z in (*self._zero, np.array([ZERO])):
-            rows.append(z)
-            columns.append(z + n)
-            rows.append(z)
-            columns.append(np.full_like(z, ZERO))
+        for z in self._zero:
+            rows += [z, z]
+            columns += [z + n, np.full_like(z, ZERO)]
         a, b = np.concatenate(rows), np.concatenate(columns)
         graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(2 * n, 2 * n))
         _, label = connected_components(graph, directed=False)
         positive, negative = label[:n], label[n:]
-        nodes = np.arange(2 * n)
         smallest = np.full(label.max() + 1, 2 * n)
-        np.minimum.at(smallest, label, nodes)
+        np.minimum.at(smallest, label, np.arange(2 * n))
         low_p, low_n = smallest[positive], smallest[negative]
         self.root = np.minimum(low_p % n, low_n % n)
         self.sign = np.where(low_p < low_n, 1.0, -1.0)
@@ -104,12 +69,8 @@ class ScaleSystem:
         np.negative(self.sign, where=(low_p >= n) & (low_n >= n), out=self.sign)
 
     def _reduced(self, constraint: tuple[Term, ...]) -> list[tuple[Array, Floats]]:
-        """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients.
-
-        A constraint on a tensor ``[n, m]`` may hold terms along its first axis, along its second one, and along both;
-        ``r_i + k_j = 0`` for all i and j is taken as ``r_i = 0`` and ``k_j = 0``, which demands a little more.
-        """
-        by_axes: dict[tuple[int, ...], list[tuple[float, Array]]] = defaultdict(list)
+        """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients."""
+        by_axes: dict[tuple[int, ...], Terms] = defaultdict(list)
         for coefficient, variable in constraint:
             signed = tighten(_packed(self.root[variable], self.sign[variable]))
             by_axes[varies(signed)].append((coefficient, signed))
@@ -121,7 +82,7 @@ class ScaleSystem:
         reduced = []
         for terms in by_axes.values():
             signed = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*_distinct([a for _, a in terms]))])
-            roots, signs = _unpacked(signed)
+            roots, signs = signed // 4, (signed % 4 - 1).astype(np.float64)
             weights: Floats = np.array([[c] for c, _ in terms]) * signs
             for i in range(len(terms)):
                 for j in range(i + 1, len(terms)):
@@ -132,45 +93,37 @@ class ScaleSystem:
             reduced.append((roots, weights))
         return reduced
 
-    def _solve(self) -> None:
+    def _solve(self, constraints: Sequence[tuple[Term, ...]]) -> None:
         self._update()
-        open_constraints = list(self.ledger.constraints)
-        while True:
-            remaining, progress = [], False
-            for constraint in open_constraints:
-                solved, acted = self._settle(constraint)
-                progress |= acted
-                if not solved:
-                    remaining.append(constraint)
-            open_constraints = remaining
-            if not progress:
-                break
-            self._update()
-        self._eliminate(open_constraints)
+        progress = True
+        while progress:
+            settled = [self._settle(constraint) for constraint in constraints]
+            constraints = [c for c, (solved, _) in zip(constraints, settled, strict=True) if not solved]
+            progress = any(acted for _, acted in settled)
+            if progress:
+                self._update()
+        self._eliminate(constraints)
 
     def _settle(self, constraint: tuple[Term, ...]) -> tuple[bool, bool]:
         """Use what a constraint says about one or two variables; returns (nothing is left of it, it said something)."""
         solved, acted = True, False
         for roots, weights in self._reduced(constraint):
             nonzero = (weights != 0).sum(axis=0)
-            one = nonzero == 1
+            one, two = nonzero == 1, nonzero == 2
             if one.any():
                 self._zero.append(roots[:, one][weights[:, one] != 0])
-                acted = True
-            two = nonzero == 2
             if two.any():
                 order = np.argsort(weights[:, two] == 0, axis=0, kind="stable")[:2]
                 pair = np.take_along_axis(roots[:, two], order, 0)
                 weight = np.take_along_axis(weights[:, two], order, 0)
                 equal = np.abs(weight[0]) == np.abs(weight[1])
-                self._tie(pair[0][equal], pair[1][equal], (weight[0] == -weight[1])[equal])
-                if not equal.all():
-                    self._zero += [pair[0][~equal], pair[1][~equal]]
-                acted = True
+                self._ties.append((pair[0][equal], pair[1][equal], (weight[0] == -weight[1])[equal]))
+                self._zero += [pair[0][~equal], pair[1][~equal]]
+            acted |= bool(one.any() or two.any())
             solved &= not (nonzero > 2).any()
         return solved, acted
 
-    def _eliminate(self, constraints: list[tuple[Term, ...]]) -> None:
+    def _eliminate(self, constraints: Sequence[tuple[Term, ...]]) -> None:
         """Express one variable of each remaining sum by the others, or pin the sum."""
         rows: list[dict[int, float]] = []
         for constraint in constraints:
@@ -181,24 +134,20 @@ class ScaleSystem:
                     for k in np.flatnonzero(column).tolist():
                         row[int(roots[k, position])] += float(column[k])
                     rows.append(row)
-        if not rows:
-            return
         members = np.bincount(self.root, minlength=self.count)
         for row in rows:
             current = self._substitute(row)
-            if not current:
-                continue
             pivots = [v for v, w in current.items() if abs(w) == 1.0 and v not in self.derived]
-            if not pivots:
+            if pivots:
+                pivot = min(pivots, key=lambda v: (int(members[v]), -v))
+                weight = current.pop(pivot)
+                self._define(pivot, [(-w / weight, v) for v, w in current.items()])
+            else:
                 for v in current:
                     self._define(v, [])
-                continue
-            pivot = min(pivots, key=lambda v: (int(members[v]), -v))
-            weight = current.pop(pivot)
-            self._define(pivot, [(-w / weight, v) for v, w in current.items()])
 
     def _substitute(self, row: Mapping[int, float]) -> dict[int, float]:
-        terms: list[tuple[float, int]] = []
+        terms: Expression = []
         for variable, weight in row.items():
             if variable in self.derived:
                 terms += [(weight * c, v) for c, v in self.derived[variable]]
@@ -206,7 +155,7 @@ class ScaleSystem:
                 terms.append((weight, variable))
         return {v: c for c, v in _collect(terms)}
 
-    def _define(self, variable: int, expression: list[tuple[float, int]]) -> None:
+    def _define(self, variable: int, expression: Expression) -> None:
         """Replace a variable by an expression in free ones, in every expression that uses it."""
         for known in self._users.pop(variable, ()):
             terms = self.derived[known]
@@ -220,9 +169,9 @@ class ScaleSystem:
         for _, u in expression:
             self._users[u].add(variable)
 
-    def expand(self, scale: tuple[Term, ...], ndim: int) -> list[tuple[float, Array]]:
+    def expand(self, scale: tuple[Term, ...], ndim: int) -> Terms:
         """A log-scale in free variables only: terms (coefficient, roots; ZERO where there is none)."""
-        result: list[tuple[float, Array]] = []
+        result: Terms = []
         for coefficient, variable in scale:
             roots = np.where(self.sign[variable] == 0, ZERO, self.root[variable])
             weight = coefficient * self.sign[variable]
@@ -243,11 +192,6 @@ def _packed(root: Array, sign: Floats) -> Array:
     return np.where(whole == 0, 4 * ZERO + 1, 4 * root + whole + 1)
 
 
-def _unpacked(packed: Array) -> tuple[Array, Floats]:
-    """Roots and signs."""
-    return packed // 4, (packed % 4 - 1).astype(np.float64)
-
-
 def _distinct(arrays: list[Array]) -> list[Array]:
     """Keep one of the positions along an axis at which all of the arrays are alike."""
     for axis in range(arrays[0].ndim):
@@ -261,9 +205,9 @@ def _distinct(arrays: list[Array]) -> list[Array]:
     return arrays
 
 
-def tidy(terms: list[tuple[float, Array]]) -> list[tuple[float, Array]]:
+def tidy(terms: Terms) -> Terms:
     """Terms that fill each other's gaps become one, and what multiplies the whole tensor is added up."""
-    merged: list[tuple[float, Array]] = []
+    merged: Terms = []
     for coefficient, array in terms:
         for k, (other_coefficient, other) in enumerate(merged):
             if coefficient == other_coefficient and not ((array != ZERO) & (other != ZERO)).any():
@@ -271,20 +215,19 @@ def tidy(terms: list[tuple[float, Array]]) -> list[tuple[float, Array]]:
                 break
         else:
             merged.append((coefficient, array))
-    whole: dict[int, float] = defaultdict(float)
+    whole: Expression = []
     kept = []
     for coefficient, array in merged:
         array = tighten(array)
         if array.size == 1:
-            whole[int(array.reshape(()))] += coefficient
+            whole.append((coefficient, int(array.reshape(()))))
         else:
             kept.append((coefficient, array))
     ndim = terms[0][1].ndim if terms else 0
-    added = [(c, np.full((1,) * ndim, v, dtype=np.int64)) for v, c in whole.items() if v != ZERO and abs(c) > 1e-9]
-    return kept + added
+    return kept + [(c, np.full((1,) * ndim, v, dtype=np.int64)) for c, v in _collect(whole) if v != ZERO]
 
 
-def _collect(terms: list[tuple[float, int]]) -> list[tuple[float, int]]:
+def _collect(terms: Expression) -> Expression:
     total: dict[int, float] = defaultdict(float)
     for c, v in terms:
         total[v] += c

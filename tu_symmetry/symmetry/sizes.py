@@ -1,18 +1,15 @@
 """What of a network follows the sizes of its inputs and its flags: other ways through it, cuts, and constants.
 
 ``pos[:n]`` cuts where a sequence of ``n`` tokens ends, ``torch.arange(16) < n`` is a mask of its tokens, and
-``if n > 6`` chooses a way; one example shows one size. Where a module's own code asks for sizes, the example is traced
-with others too (and with other integers than those given), as far as the module can be exported with them; so it is
-with each flag of ``forward`` (``features=False``) that the example leaves to its default. What is found holds for each
-of these passes. What differs between two passes of one program, a cut or a constant, may differ in any way for sizes
-that nobody tried.
+``if n > 6`` chooses a way; one example shows one size. What differs between two passes of one program, a cut or a
+constant, may differ in any way for sizes that nobody tried.
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from tu_symmetry.symmetry.nodes import arguments_of
 from tu_symmetry.symmetry.running.inputs import Example
 
 FOLLOWS = "the sizes of the inputs tell where it is cut"
@@ -27,12 +25,7 @@ FOLLOWS = "the sizes of the inputs tell where it is cut"
 
 @dataclass(frozen=True)
 class Following:
-    """What differs between passes of one program with inputs of several sizes.
-
-    Attributes:
-        constants: names of the nodes that hold other numbers.
-        cuts: names of the nodes that cut elsewhere, with the axes of their first tensor along which they do.
-    """
+    """Nodes that hold other constants, and that cut elsewhere (along which axis), with inputs of other sizes."""
 
     constants: frozenset[str] = frozenset()
     cuts: tuple[tuple[str, int], ...] = ()
@@ -64,6 +57,30 @@ def following(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any])
     return Following(frozenset(constants), tuple(cuts))
 
 
+def _literals(node: torch.fx.Node) -> Any:
+    return torch.fx.node.map_arg((node.args, node.kwargs), lambda n: None)
+
+
+def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
+    """Axes of the first tensor, equally long in both passes, that two calls of an operator cut elsewhere."""
+    if not a.all_input_nodes or not isinstance(a.target, torch._ops.OpOverload):
+        return []
+    one, two = (getattr(n.meta.get("val"), "shape", ()) for n in (a.all_input_nodes[0], b.all_input_nodes[0]))
+    given = arguments_of(a)
+    axes: list[Any] = []
+    if a.target is torch.ops.aten.index.Tensor:
+        axes = [k for k, index in enumerate(given["indices"]) if index is not None]
+    elif a.target is torch.ops.aten.embedding.default:
+        axes = [0]
+    elif "dim" in given:
+        axes = [given["dim"]]
+    elif one == two:
+        result = getattr(a.meta.get("val"), "shape", ())
+        axes = [k for k, n in enumerate(one) if len(result) == len(one) and result[k] != n > 1]
+    axes = [k % len(one) for k in axes if isinstance(k, int) and len(one) == len(two) > 0]
+    return [k for k in axes if one[k] == two[k]]
+
+
 def left_out(model: nn.Module, example: Example) -> dict[str, Any]:
     """The arguments that an example leaves to the defaults of ``forward``, with these."""
     args, kwargs = example
@@ -78,18 +95,10 @@ def with_defaults(model: nn.Module, example: Example) -> Example:
     return args, kwargs | {name: value for name, value in left_out(model, example).items() if type(value) is int}
 
 
-def turned(example: Example, flags: Mapping[str, bool]) -> Iterator[tuple[Example, ...]]:
-    """Examples that turn one of the flags which were left to their defaults."""
-    args, kwargs = example
-    for name, value in flags.items():
-        yield ((args, kwargs | {name: not value}),)
-
-
 def resized(example: Example) -> Iterator[tuple[Example, ...]]:
     """Examples with other sizes and numbers: larger ones and smaller ones, of which the first that runs counts.
 
-    All axes of one size change together (a batch of inputs and of labels, a square image); or, but in images, those
-    that also stand at the same place (as many tokens as features). An integer that is given may stand for a size.
+    All axes of one size change together (a square image); or, but in images, those that stand at the same place.
     """
     leaves, spec = tree_flatten(example)
     axes = [(n, k) for t in leaves if isinstance(t, Tensor) for k, n in enumerate(t.shape)]
@@ -100,47 +109,19 @@ def resized(example: Example) -> Iterator[tuple[Example, ...]]:
 
         return tree_map_only(Tensor, change, example)
 
-    def with_number(position: int, to: int) -> Example:
-        return tree_unflatten([*leaves[:position], to, *leaves[position + 1 :]], spec)
-
     for size in dict.fromkeys(n for n, _ in axes):
         everywhere = tuple(dict.fromkeys(k for n, k in axes if n == size))
         places = [everywhere, *((k,) for k in everywhere if len(everywhere) > 1 and max(everywhere) < 3)]
         for sizes in _others(size):
             yield tuple(changed(size, to, p) for to in sizes if to > 0 for p in places)
-    for position, number in enumerate(leaves):
+    for k, number in enumerate(leaves):
         if type(number) is int:
             for numbers in _others(number):
-                yield tuple(with_number(position, to) for to in numbers)
+                yield tuple(tree_unflatten([*leaves[:k], to, *leaves[k + 1 :]], spec) for to in numbers)
 
 
 def _others(size: int) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys((2 * size, size + 1))), tuple(dict.fromkeys((size // 2, size - 1)))
-
-
-def _literals(node: torch.fx.Node) -> Any:
-    return torch.fx.node.map_arg((node.args, node.kwargs), lambda n: None)
-
-
-def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
-    """Axes of the first tensor, equally long in both passes, that two calls of an operator cut elsewhere."""
-    if not a.all_input_nodes or not isinstance(a.target, torch._ops.OpOverload):
-        return []
-    one, two = (getattr(n.meta.get("val"), "shape", ()) for n in (a.all_input_nodes[0], b.all_input_nodes[0]))
-    names = {x.name: x for x in a.target._schema.arguments}
-    given: dict[str, Any] = dict(zip(names, a.args, strict=False)) | a.kwargs
-    axes: list[Any] = []
-    if a.target is torch.ops.aten.index.Tensor:
-        axes = [k for k, index in enumerate(given["indices"]) if index is not None]
-    elif a.target is torch.ops.aten.embedding.default:
-        axes = [0]
-    elif "dim" in names:
-        axes = [given.get("dim", names["dim"].default_value)]
-    elif one == two:
-        result = getattr(a.meta.get("val"), "shape", ())
-        axes = [k for k, n in enumerate(one) if len(result) == len(one) and result[k] != n > 1]
-    axes = [k % len(one) for k in axes if isinstance(k, int) and len(one) == len(two) > 0]
-    return [k for k in axes if one[k] == two[k]]
 
 
 def held_constants(module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> dict[torch.fx.Node, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -10,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-ITERATED = ("ModuleList", "ModuleDict", "Sequential", "ParameterList", "ParameterDict")
 DYNAMIC = frozenset(("getattr", "_modules", "_parameters", "_buffers", "children", "modules", "parameters", "buffers",
                      "named_children", "named_modules", "named_parameters", "named_buffers", "state_dict",
                      "get_parameter", "get_submodule", "get_buffer", "__dict__", "vars"))  # fmt: skip
@@ -18,10 +18,7 @@ SIZES = frozenset(("shape", "size", "len", "numel", "ndim"))
 
 
 def asks_for_mode(model: nn.Module) -> bool:
-    """Whether a module has code of its own, beside torch's layers, that asks whether it is in training mode.
-
-    What torch's layers do in training (dropout, batch statistics) has the symmetries that it has in evaluation.
-    """
+    """Whether a module has code of its own, beside torch's layers, that asks whether it is in training mode."""
     return any("training" in _names(code) for code in _codes(model))
 
 
@@ -31,25 +28,19 @@ def asks_for_sizes(model: nn.Module) -> bool:
 
 
 def never_named(model: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those tensors of a state dict that no code of the module can reach, since none names them or what holds them.
+    """Those tensors of a state dict that no code of the module can reach: none names them, or computes names."""
+    named = frozenset[str]().union(*map(_names, _codes(model)))
 
-    Code that looks attributes up by names that it computes may reach everything.
-    """
-    codes = list(_codes(model))
-    named = frozenset[str]().union(*map(_names, codes))
-    if named & DYNAMIC:
-        return set()
-    return {name for name in names if not _reachable(model, name, named)}
+    def reachable(name: str) -> bool:
+        holder: nn.Module | None = model
+        for part in name.split("."):
+            own = holder is not None and type(holder).__module__.startswith("torch.nn.")
+            if not own and part not in named:  # torch's layers use what they hold, containers hold it by numbers
+                return False
+            holder = getattr(holder, "_modules", {}).get(part)
+        return True
 
-
-def _reachable(model: nn.Module, name: str, named: frozenset[str]) -> bool:
-    holder: nn.Module | None = model
-    for part in name.split("."):
-        own = holder is not None and type(holder).__module__.startswith("torch.nn.")
-        if not own and part not in named:  # torch's layers use what they hold, containers hold it by numbers
-            return False
-        holder = getattr(holder, "_modules", {}).get(part)
-    return True
+    return set() if named & DYNAMIC else {name for name in names if not reachable(name)}
 
 
 def _codes(model: nn.Module) -> Iterator[types.CodeType]:
@@ -70,26 +61,17 @@ def _codes(model: nn.Module) -> Iterator[types.CodeType]:
             yield function.__code__
             held = function.__globals__
             open_ += [held[n] for n in _names(function.__code__) if isinstance(held.get(n), types.FunctionType)]
-            open_ += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):  # an empty cell
+                    open_.append(cell.cell_contents)
 
 
 def _functions(held: Any) -> Iterator[types.FunctionType]:
-    if isinstance(held, functools.partial):
-        held = held.func
-    if isinstance(held, property):
-        yield from (f for f in (held.fget, held.fset) if isinstance(f, types.FunctionType))
-        return
-    held = getattr(held, "__func__", held)
-    held = inspect.unwrap(held) if callable(held) else held
-    if isinstance(held, types.FunctionType):
-        yield held
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+    held = held.func if isinstance(held, functools.partial) else held
+    for one in (held.fget, held.fset) if isinstance(held, property) else (getattr(held, "__func__", held),):
+        one = inspect.unwrap(one) if callable(one) else one
+        if isinstance(one, types.FunctionType):
+            yield one
 
 
 @functools.cache

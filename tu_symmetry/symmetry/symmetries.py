@@ -1,7 +1,4 @@
-"""The symmetries of an architecture as data: what is drawn from, acted with, verified, reported and drawn.
-
-A user meets them as the :class:`~.graph.SymmetryGraph`, which can also verify, print and draw itself.
-"""
+"""The symmetries of an architecture as data; :class:`~.graph.SymmetryGraph` also verifies, prints and draws itself."""
 
 from __future__ import annotations
 
@@ -35,37 +32,21 @@ class Symmetries(Brief):
     """The groups of one architecture, and what they were found on; it holds no weights.
 
     Attributes:
-        permutations: permutation groups, parents before the groups nested in them.
-        scales: positive-scale groups.
-        normalizations: normalization groups.
-        shapes: shape of every tensor of the state dict.
+        permutations: parents before the groups nested in them.
         aliases: for each tensor the names under which the state dict holds it (tied weights have several).
         buffers: names that are buffers, not parameters.
-        pinned: parameter axes without permutation symmetry, with reasons.
         unknown_operators: operators without a rule that were met (everything they touch is pinned).
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
-        architecture: name of the module's class.
-        kinds: for each tensor the kind of number that the network holds there: ``"real"``, ``"complex"``,
-            ``"integer"`` or ``"boolean"``; states must be of the same kind. Empty where it is not known.
-        branch: None, or the line where ``forward`` branches on values: the groups then hold for inputs that take the
-            same way as the example.
-        constants: buffers whose values the outputs depend on and that are read as they are (indices, masks of an
-            attention, sparse matrices); counters that no output depends on are none:
-            the symmetries are those of a network with these values. Masks and factors that lie beside hidden units are
-            none of them; they move with the units.
+        branch: None, or the line where ``forward`` branches on values: the groups hold for inputs that go the same way.
+        constants: buffers whose values the network reads: the symmetries are those of a network with these values.
+        kinds: for each tensor ``"real"``, ``"complex"``, ``"integer"`` or ``"boolean"``; empty where it is not known.
         positions: whether the network finds positions by comparing numbers (``argmax``), among which some may be equal.
-        unreached: parameters that no example input reaches (optional arguments that were left out, experts without a
-            token): what they could meet is pinned. More examples reach more.
-        left_out: optional arguments of ``forward`` that no example gives, but for flags and integers, which were tried:
-            what they change is not seen.
-        training: whether training mode has been looked at, in words: ``"as evaluation"`` where nothing in the network
-            asks for the mode and evaluation reaches all parameters, ``"followed"`` where the symmetries hold in both,
-            or why it could not be followed.
-        verified: whether :func:`verify_symmetries` has passed.
+        unreached: parameters that no example input reaches: what they could meet is pinned.
+        left_out: optional arguments of ``forward`` that no example gives, but for flags and integers, which were tried.
+        training: ``"as evaluation"`` where nothing in the network asks for the mode, ``"followed"``, or why it was not.
         failed: groups that were taken out because they failed verification: name to reason.
         by_hand: names of the groups that :meth:`with_permutation` added.
-        probe: the network that the graph was discovered on, without its weights, and the example inputs (see above);
-            None where it was left out, or lost by pickling.
+        probe: the network, without its weights, and the example inputs; None where it was lost by pickling.
     """
 
     permutations: tuple[PermutationGroup, ...]
@@ -108,9 +89,7 @@ class Symmetries(Brief):
 
     def groups(self) -> Iterator[PermutationGroup | ScaleGroup]:
         """All groups: permutations, then scales, then normalizations."""
-        yield from self.permutations
-        yield from self.scales
-        yield from self.normalizations
+        yield from (*self.permutations, *self.scales, *self.normalizations)
 
     def children(self, name: str) -> tuple[PermutationGroup, ...]:
         """The permutation groups nested directly in the group ``name``."""
@@ -122,45 +101,29 @@ class Symmetries(Brief):
         return sum(g.log10_order for g in self.permutations)
 
     def without(self, *names: str) -> Self:
-        """The graph without some of its groups: symmetries that hold, but that are not to be used.
-
-        Groups nested in a permutation group that is left out stay; their blocks then stay where they are.
-
-        Raises:
-            KeyError: for a name that no group has.
-        """
+        """The graph without some groups; what is nested in them stays, in blocks that stay where they are."""
         for name in names:
             self[name]
         return self._without({g: "left out by hand" for g in self.groups() if g.name in names})
 
-    def without_probe(self) -> Self:
-        """The graph without the network and the inputs that it was discovered on: it then holds no module at all.
-
-        If it is not verified yet, it has to be, by :func:`verify_symmetries`, before it transforms weights.
-        """
-        return replace(self, probe=None)
-
     def _take_out(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> None:
         """Take groups out of this very graph, as :meth:`without` does: claims that failed verification."""
-        less = self._without(reasons)
-        for changed in ("permutations", "scales", "normalizations", "scale_terms", "pinned", "by_hand"):
-            setattr(self, changed, getattr(less, changed))
+        vars(self).update(vars(self._without(reasons)))
         self.failed = self.failed | {group.name: reason for group, reason in reasons.items()}
 
     def _without(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> Self:
+        gone = {g.name: g for g in self.permutations if g in reasons}
         pins = [
             Pin(m.parameter, m.axis, self.shapes[m.parameter][m.axis], reasons[g])
-            for g in self.permutations
-            if g in reasons
+            for g in gone.values()
             for m in g.members
         ]
-        gone = {g.name for g in reasons if isinstance(g, PermutationGroup)}
         number: list[int] = []
-        start = 0
+        count = 0
         for group in (*self.scales, *self.normalizations):
             kept = group not in reasons
-            number += range(start, start + group.size) if kept else [-1] * group.size
-            start += group.size if kept else 0
+            number += range(count, count + group.size) if kept else [-1] * group.size
+            count += group.size if kept else 0
         renumbered = torch.tensor([*number, -1], device="cpu")  # the last entry answers for the index -1
         terms = {
             name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
@@ -175,14 +138,13 @@ class Symmetries(Brief):
             normalizations=tuple(g for g in self.normalizations if g not in reasons),
             scale_terms={name: held for name, held in terms.items() if held},
             pinned=(*self.pinned, *dict.fromkeys(pins)),
-            by_hand=self.by_hand - gone,
+            by_hand=self.by_hand - gone.keys(),
         )
 
     def with_permutation(self, name: str, axes: Mapping[str, int]) -> Self:
         """The graph with one more permutation group, given by hand: what discovery cannot see.
 
-        The new graph is verified numerically before weights are transformed with it, so that a wrong group is refused
-        then.
+        It is verified before weights are transformed with it, so that a wrong group is refused then.
 
         Args:
             name: the name of the new group.
@@ -201,12 +163,10 @@ class Symmetries(Brief):
         if unknown or not axes:
             raise SymmetryError(f"not in the state dict: {_some(unknown)}; the names are {_some(sorted(alias))}")
         given = {alias[n]: axis % len(self.shapes[alias[n]]) for n, axis in axes.items()}
-        sizes = {self.shapes[n][axis] for n, axis in given.items()}
-        if len(sizes) != 1:
-            raise SymmetryError(
-                "the axes of one group must have one size, but they have "
-                + ", ".join(f"{n}[{axis}]: {self.shapes[n][axis]}" for n, axis in given.items())
-            )
+        sizes = {f"{n}[{axis}]": self.shapes[n][axis] for n, axis in given.items()}
+        if len(set(sizes.values())) != 1:
+            told = ", ".join(f"{place}: {size}" for place, size in sizes.items())
+            raise SymmetryError(f"the axes of one group must have one size, but they have {told}")
         for group in self.permutations:
             for member in group.members:
                 if given.get(member.parameter) == member.axis:
@@ -214,10 +174,9 @@ class Symmetries(Brief):
                         f"{member.parameter}[{member.axis}] is already moved by the group {group.name!r}; take that "
                         f"one out first: graph.without({group.name!r})"
                     )
-        size = sizes.pop()
-        members = tuple(
-            PermutationMember(n, axis, torch.arange(size, device="cpu").unsqueeze(1)) for n, axis in given.items()
-        )
+        size = next(iter(sizes.values()))
+        units = torch.arange(size, device="cpu").unsqueeze(1)
+        members = tuple(PermutationMember(n, axis, units) for n, axis in given.items())
         return replace(
             self,
             permutations=(*self.permutations, PermutationGroup(name, size, members)),
@@ -236,11 +195,7 @@ class Symmetries(Brief):
         return SymmetryError(f"no group {name!r} in this graph; it has {sorted(groups)}")
 
     def require_verified(self) -> None:
-        """Called by everything that transforms weights.
-
-        Raises:
-            SymmetryError: if the groups were never verified.
-        """
+        """Raise a SymmetryError if the groups were never verified; called by everything that transforms weights."""
         if not self.verified:
             raise SymmetryError(
                 "this symmetry graph has not been verified and holds no network to verify it with; "
@@ -248,10 +203,10 @@ class Symmetries(Brief):
             )
 
     def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
-        """Check that a state dict, or a stack of them, belongs to this architecture.
+        """Check that a state dict, or a stack of them with leading sample axes, belongs to this architecture.
 
         Args:
-            state: name to tensor; every tensor may carry the same number of extra leading (sample) axes.
+            state: name to tensor.
             finite: also refuse NaN and infinite values.
             name: what to call the state in an error.
 
@@ -260,9 +215,7 @@ class Symmetries(Brief):
 
         Raises:
             TypeError: not a mapping of names to tensors.
-            SymmetryError: missing or unexpected names, wrong shapes, NaN or infinite values, what is no tensor or one
-                of another kind than the network's (integers or complex numbers for real weights), and other values of
-                the integers and booleans in ``constants``.
+            SymmetryError: other names, shapes or kinds of tensors, NaN, and other values of the ``constants``.
         """
         if not isinstance(state, Mapping):
             raise TypeError(
@@ -272,38 +225,34 @@ class Symmetries(Brief):
         missing = sorted(known - state.keys())
         extra = sorted(map(str, state.keys() - known))
         if missing or extra:
-            hint = ""
-            if any(k.startswith(("model.", "module.", "net.")) for k in extra):
-                hint = " Names with a prefix such as 'model.' come from a wrapping module: strip the prefix."
+            wrapped = any(k.startswith(("model.", "module.", "net.")) for k in extra)
+            hint = " Names with a prefix such as 'model.' come from a wrapping module: strip the prefix."
             raise SymmetryError(
                 f"{name} is not a state dict of {self.architecture or 'the discovered architecture'}: "
-                f"missing {_some(missing)}, unexpected {_some(extra)}.{hint}"
+                f"missing {_some(missing)}, unexpected {_some(extra)}.{hint if wrapped else ''}"
             )
         leading: int | None = None
         counts: dict[str, Tensor] = {}
-        for key, names in self.aliases.items():
-            shape = self.shapes[key]
-            for alias in names:
-                given = state[alias]
-                if key in self.constants and isinstance(given, Tensor) and given.layout != torch.strided:
-                    given = given.to_dense()  # a sparse matrix that no group moves
-                tensor = check_tensor(given, f"{name}[{alias!r}]", self.kinds.get(key), values=finite)
-                extra_axes = tensor.ndim - len(shape)
-                leading = extra_axes if leading is None else leading
-                if extra_axes != leading or extra_axes < 0 or tuple(tensor.shape[extra_axes:]) != shape:
-                    raise SymmetryError(
-                        f"{name}[{alias!r}] has shape {tuple(tensor.shape)}, but the architecture that the graph was "
-                        f"discovered on has {shape} (leading sample axes must be the same for all tensors)"
-                    )
-                if finite and (tensor.is_floating_point() or tensor.is_complex()):
-                    counts[alias] = (~torch.isfinite(tensor)).sum()
-                constant = self.constants.get(key)
-                if constant is not None and not bool((tensor.detach().cpu() == constant).all()):
-                    raise SymmetryError(
-                        f"{name}[{alias!r}] differs from the one that the symmetries were discovered with. The forward "
-                        "pass reads its values (an index, a mask of an attention), and with other values the network "
-                        "may have other symmetries: discover them on a model with this state"
-                    )
+        for key, alias in ((key, alias) for key, names in self.aliases.items() for alias in names):
+            shape, given, constant = self.shapes[key], state[alias], self.constants.get(key)
+            if constant is not None and isinstance(given, Tensor) and given.layout != torch.strided:
+                given = given.to_dense()  # a sparse matrix that no group moves
+            tensor = check_tensor(given, f"{name}[{alias!r}]", self.kinds.get(key), values=finite)
+            axes = tensor.ndim - len(shape)
+            leading = axes if leading is None else leading
+            if axes != leading or axes < 0 or tuple(tensor.shape[axes:]) != shape:
+                raise SymmetryError(
+                    f"{name}[{alias!r}] has shape {tuple(tensor.shape)}, but the architecture that the graph was "
+                    f"discovered on has {shape} (leading sample axes must be the same for all tensors)"
+                )
+            if finite and (tensor.is_floating_point() or tensor.is_complex()):
+                counts[alias] = (~torch.isfinite(tensor)).sum()
+            if constant is not None and not bool((tensor.detach().cpu() == constant).all()):
+                raise SymmetryError(
+                    f"{name}[{alias!r}] differs from the one that the symmetries were discovered with. The forward "
+                    "pass reads its values (an index, a mask of an attention), and with other values the network "
+                    "may have other symmetries: discover them on a model with this state"
+                )
         for alias, bad in zip(counts, numbers(list(counts.values())), strict=True):
             if bad:
                 raise SymmetryError(

@@ -19,15 +19,15 @@ from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.algebra import pinned_value
 from tu_symmetry.symmetry.copies import copied, to_trace
-from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, flattened, live_nodes, makes_tensors
+from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, live_nodes, makes_tensors
 from tu_symmetry.symmetry.running.inputs import Example
 from tu_symmetry.symmetry.running.weights import is_continuous
-from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized, turned
+from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized
 
 INPUT = "input of the network"
 
@@ -80,6 +80,17 @@ class Trace:
         return frozenset((*(h.name for h in entered if isinstance(h, Parameter)), *self.constants))
 
 
+class _Unrecorded(SymmetryError):
+    """A program could not be recorded either."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        yield
+
+
 def trace(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -88,21 +99,15 @@ def trace(
     record: bool = False,
     training: bool = False,
 ) -> Trace:
-    """Trace a copy of the model.
+    """Trace a copy of the model, in training or evaluation mode.
 
-    Args:
-        model: any module.
-        args: positional arguments of ``forward``.
-        kwargs: keyword arguments of ``forward``.
-        record: where ``forward`` branches on values of tensors, record the way that the example inputs take.
-        training: trace it in training mode; in evaluation mode otherwise.
+    Where ``forward`` branches on values of tensors, ``record`` the way that the example inputs take.
 
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
     model = to_trace(model).train(training)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet():
         try:
             program = _program(model, args, kwargs)
             if _has_open_shapes(program):  # boolean masks, nonzero: no branch, but sizes that only values tell
@@ -130,29 +135,26 @@ def trace(
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
-    silence = contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO())
-    with silence[0], silence[1], _unchecked_distributions():
-        return torch.export.export(model, args, dict(kwargs), strict=False)
+    """The exported program, without the checks that ``torch.distributions`` makes of its arguments."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return torch.export.export(model, args, dict(kwargs), strict=False)
+    finally:
+        Distribution.set_default_validate_args(before)
 
 
 def with_other_sizes(
     model: nn.Module, example: Example, first: Trace, flags: Mapping[str, bool], *, sizes: bool
 ) -> tuple[Trace, ...]:
-    """A pass in evaluation mode, with what of it follows the sizes of its inputs, and passes of other sizes or flags.
-
-    Args:
-        model: any module.
-        example: the inputs of the pass.
-        first: the pass.
-        flags: those that the example leaves out, with their defaults.
-        sizes: whether to try other sizes.
-    """
+    """A pass, with what of it follows the sizes of its inputs, and passes of other ``sizes`` and ``flags``."""
     model = to_trace(model).eval()
     held = held_constants(first.module, first.inputs)
     found: list[Trace] = []
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        for others in (*(resized(example) if sizes else ()), *turned(example, flags)):
+    turned = [((example[0], example[1] | {name: not value}),) for name, value in flags.items()]
+    with _quiet():
+        for others in (*(resized(example) if sizes else ()), *turned):
             for args, kwargs in others:
                 try:
                     program = _program(model, args, kwargs)
@@ -167,10 +169,6 @@ def with_other_sizes(
     return (first, *found)
 
 
-class _Unrecorded(SymmetryError):
-    """A program could not be recorded either."""
-
-
 def _recorded_instead(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -180,12 +178,7 @@ def _recorded_instead(
     record: bool,
     batched: bool,
 ) -> Trace:
-    """The way that the example inputs take, where a module cannot be exported: if it is the only one, or is asked for.
-
-    Raises:
-        SymmetryError: if the way depends on values, and is not to be recorded, naming the line.
-        _Unrecorded: if it cannot be recorded; in place of a branch on values that was to be recorded, what is raised.
-    """
+    """The way that the example inputs take, where export fails: if it is the only one, or is asked for."""
     place = _place(error)
     try:
         recorded = _recorded(model, args, kwargs, place, batched=batched)
@@ -215,25 +208,10 @@ class _Whole(TorchFunctionMode):
         if name == "__get__" and func.__self__ is Tensor.data:
             return args[0].detach()
         if name in ("tolist", "numpy", "__array__", "__dlpack__") or func in (torch.tensor, torch.as_tensor):
-            for held in flattened(args):
+            for held in tree_leaves(args):
                 if isinstance(held, Tensor) and held.numel() > 0:
                     torch.equal(held, held)  # a number that is read off it: see the rule of ``equal``
         return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _unchecked_distributions() -> Iterator[None]:
-    """Leave out the checks that ``torch.distributions`` makes of its arguments.
-
-    They branch on values, which older releases of torch.export refuse, and decide nothing but whether an error is
-    raised. Verification runs the network with them.
-    """
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 def batch_axis_missing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -241,8 +219,7 @@ def batch_axis_missing(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[
 
     def runs(inputs: tuple[Any, ...]) -> bool:
         try:
-            with warnings.catch_warnings(), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                warnings.simplefilter("ignore")
+            with _quiet(), torch.random.fork_rng(devices=[]):
                 to_trace(model).eval()(*inputs, **kwargs)
         except Exception:  # whatever a network raises on inputs that it was not made for
             return False
@@ -286,7 +263,7 @@ def _enter(
 
 
 def _has_open_shapes(program: torch.export.ExportedProgram) -> bool:
-    held = (leaf for node in program.graph.nodes for leaf in flattened(node.meta.get("val")))
+    held = (leaf for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val")))
     return any(isinstance(size, torch.SymInt) for t in held if isinstance(t, Tensor) for size in t.shape)
 
 
@@ -297,7 +274,6 @@ def _recorded(
     model = copied(model)
     state = model.state_dict(keep_vars=True)
     tensors = {first: state[first].detach() for first in tied_names(model)}
-
     leaves, spec = tree_flatten((args, dict(kwargs)))
     given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -328,33 +304,26 @@ def _reads_values(graph: torch.fx.Graph) -> bool:
     """Whether the program has read a number that inputs, weights or chance decide."""
     decided: set[torch.fx.Node] = set()
     for node in graph.nodes:
-        overload = node.target if isinstance(node.target, torch._ops.OpOverload) else None
-        chance = overload is not None and torch.Tag.nondeterministic_seeded in overload.tags
+        tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
         packed = node.args[0] if node.target is operator.getitem else None
         if isinstance(packed, torch.fx.Node) and packed.target is torch.ops.aten._pack_padded_sequence.default:
             if packed.args[node.args[1]] in decided:
                 decided.add(node)  # the steps, by the input; how many sequences each has, by their lengths alone
             continue
+        chance = torch.Tag.nondeterministic_seeded in tags
         if node.op == "placeholder" or chance or decided.intersection(node.all_input_nodes):
             decided.add(node)
-            if node.op == "call_function" and (not makes_tensors(node) or _has_length_by_values(node)):
+            kinds = [getattr(n.meta.get("val"), "dtype", None) for n in node.all_input_nodes[1:]]
+            masks = "index" not in str(node.target) or torch.bool in kinds or torch.uint8 in kinds
+            # values may tell how long a result is (what is chosen by a mask), so that its shape tells values
+            long_by_values = torch.Tag.dynamic_output_shape in tags and masks
+            if node.op == "call_function" and (not makes_tensors(node) or long_by_values):
                 return True
     return False
 
 
-def _has_length_by_values(node: torch.fx.Node) -> bool:
-    """Whether the values of a tensor tell how long a result is (what is chosen by a mask), so that its shape does."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.dynamic_output_shape not in node.target.tags:
-        return False
-    kinds = [getattr(n.meta.get("val"), "dtype", None) for n in node.all_input_nodes[1:]]
-    return "index" not in str(node.target) or torch.bool in kinds or torch.uint8 in kinds
-
-
 def _place(error: BaseException) -> str:
-    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``.
-
-    Compiled code (``<string>``) is no line of the model; torchvision's is.
-    """
+    """The innermost line of an error's traceback that is not PyTorch's: ``file.py:12 in forward: code``."""
     library, here = (f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((library, here, "<"))]
     if not frames:
@@ -365,8 +334,7 @@ def _place(error: BaseException) -> str:
 
 def tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """State dict names grouped by the tensor that they hold: first name to all names."""
-    state = model.state_dict(keep_vars=True)
     groups: dict[int, list[str]] = {}
-    for name, tensor in state.items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         groups.setdefault(id(tensor), []).append(name)
     return {names[0]: tuple(names) for names in groups.values()}

@@ -1,22 +1,7 @@
-"""Numerical verification: every claimed group acts on real weights, and the outputs have to stay the same.
+"""Numerical verification: every claimed group acts on random weights, and the outputs have to stay the same.
 
-Wrong claims could hide each other in a pass that moves several: ``relu`` between two layers, the rows of the first
-claimed as one group and the columns of the second as another, which are wrong apart and right together. Every block of
-units moves by an element of its own, so that two blocks of n units agree with probability ``1 / (n - 1)!`` at most, and
-blocks of :data:`FEW` units or more need no passes of their own: all are moved at once, and random subsets. (Of products
-of symmetric groups all other proper subgroups are as rare, but those that only tie the signs of permutations: each of
-the passes misses one of these with probability one half.)
-
-A block of two units has one element that moves anything. Every block of fewer than :data:`FEW` units therefore takes
-part in half of further passes, another half each: of any two, some pass moves the first without the second, and another
-one the second without the first. With n passes there are ``n! / (n/2)!^2`` such halves (Sperner's theorem: there are no
-more), so that 70 blocks take 8 passes, where the bits of their numbers and the complements would take 14.
-
-Half of the passes have other weights and other inputs than the other half. Scales that hold up to a normalization's
-epsilon are moved in one of the halves only, with the epsilons left out; the other half takes the network as it is.
-
-Laws (tests/symmetry/test_verification.py): a symmetry split in two, and two that are made one, are refused for every
-module of the zoo; bisection finds exactly the wrong groups among right ones.
+Groups, and blocks of nested groups, move in subsets that separate every two of them: the two halves of one symmetry
+that always move together would hide each other.
 """
 
 from __future__ import annotations
@@ -25,7 +10,6 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -33,7 +17,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
-from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
+from tu_symmetry.symmetry.action import permute_entries, permute_tensors, scale_entries, scale_tensors
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.running.comparison import Difference, Reference
 from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
@@ -42,8 +26,10 @@ from tu_symmetry.symmetry.symmetries import Symmetries
 
 Group = PermutationGroup | ScaleGroup
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
+Plan = tuple[dict[Group, Tensor], bool]  # which blocks of which groups move, as masks; whether by one cycle each
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
 FEW = 8  # units of a block; two blocks of so many move alike by chance in one of 5,040 passes at most
+TOLERANCE = 1e-9  # largest accepted change of an output entry, relative to its own scale
 
 
 def verify_symmetries(
@@ -53,39 +39,29 @@ def verify_symmetries(
     *,
     example_kwargs: ExampleKwargs = None,
     on_failure: Literal["pin", "raise"] = "pin",
-    tolerance: float = 1e-9,
     seed: int = 0,
 ) -> None:
     """Check in float64 that random elements of every group leave the outputs unchanged.
 
-    The weights are randomized first (running statistics, affine parameters and zero-initialized heads included: on a
-    fresh network many of them are constant, and the check would be vacuous). Groups that hold up to a normalization's
-    epsilon are checked with the epsilons set to (almost) zero. Groups, and the blocks of nested groups, are moved in
-    subsets that separate every two of them, with different elements each time.
-
-    Every entry of every output is compared on its own scale: what it changes by when the weights change by their own
-    size, which is measured. Integer and boolean outputs have to be the same, and NaN and infinite ones have to stand at
-    the same places. An operator that does not exist in float64 is computed in the best precision that it knows, and
-    what may change follows from that precision.
+    The weights are random, running statistics, affine parameters and zero-initialized heads included. Groups that hold
+    up to a normalization's epsilon are checked with the epsilons set to (almost) zero. Every entry of every output is
+    compared on its own scale, which is measured: what it changes by when the weights change by their own size. Integer
+    and boolean outputs have to be the same, NaN and infinite ones have to stand at the same places.
 
     Args:
-        graph: what :func:`discover_symmetries` returned; ``graph.verified`` is set on success. A graph without a probe
-            (an unpickled one) is given the one that it was verified with, so that it can certify what it does.
+        graph: ``graph.verified`` is set on success; a graph without a probe (an unpickled one) is given this one.
         model: the module, left untouched (a copy without its weights is used).
         example_inputs: as for discovery.
         example_kwargs: as for discovery.
-        on_failure: what to do about a group that does not hold. ``"pin"``: groups that fail are found by bisection,
-            taken out of the graph, which is changed in place (see ``graph.failed``), and named in a
-            :class:`SymmetryWarning`; the rest is verified again from the start. ``"raise"``: the graph stays as it is.
-            Groups given by hand (:meth:`SymmetryGraph.with_permutation`) raise in both cases.
-        tolerance: largest accepted change of an output entry, relative to its own scale; it is raised to 256 units in
-            the last place where the network does not run in float64.
+        on_failure: ``"pin"``: groups that fail are found by bisection, taken out of the graph, which is changed in
+            place (see ``graph.failed``), and named in a :class:`SymmetryWarning`; the rest is verified again.
+            ``"raise"``: the graph stays as it is. Groups given by hand (:meth:`SymmetryGraph.with_permutation`) raise
+            in both cases.
         seed: seed of the random weights and elements.
 
     Raises:
         SymmetryError: naming the groups that do not hold (see ``on_failure``), if the network does not run or does not
             compute the same twice, or if its outputs are no numbers or do not depend on the weights.
-        ValueError: for another ``on_failure``.
     """
     graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
     probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(seed))
@@ -94,33 +70,26 @@ def verify_symmetries(
             probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
         else:  # an unpickled graph
             probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
-    verify(graph, probe, on_failure=on_failure, tolerance=tolerance, seed=seed)
+    verify(graph, probe, on_failure=on_failure, seed=seed)
     if graph.probe is None:
         graph.probe = probe
 
 
-def verify(
-    graph: Symmetries,
-    probe: Probe,
-    *,
-    on_failure: Literal["pin", "raise"] = "pin",
-    tolerance: float = 1e-9,
-    seed: int = 0,
-) -> None:
+def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise"] = "pin", seed: int = 0) -> None:
     """As :func:`verify_symmetries`, with the network and the inputs of a probe."""
     if on_failure not in ("pin", "raise"):
         raise ValueError(f"on_failure must be 'pin' or 'raise', got {on_failure!r}")
     claimed = list(graph.groups())
     failed: dict[Group, Difference] = {}
     while len(failed) < len(claimed):
-        found = _failures(graph, probe, [g for g in claimed if g not in failed], tolerance, seed + 1000 * len(failed))
+        found = _failures(graph, probe, [g for g in claimed if g not in failed], seed + 1000 * len(failed))
         if not found:
             break
         failed |= found
     failed = {g: failed[g] for g in claimed if g in failed}
-    by_hand = [g for g in failed if _by_hand(graph, g)]
+    by_hand = {g: d for g, d in failed.items() if isinstance(g, PermutationGroup) and g.name in graph.by_hand}
     if failed and (on_failure == "raise" or by_hand):
-        raise SymmetryError(_refusal(graph, {g: failed[g] for g in by_hand or failed}))
+        raise SymmetryError(_refusal(by_hand or failed, by_hand=bool(by_hand)))
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
     if failed:
@@ -142,11 +111,7 @@ def _kind(group: Group) -> str:
     return "normalization group" if isinstance(group, NormalizationGroup) else "scale group"
 
 
-def _by_hand(graph: Symmetries, group: Group) -> bool:
-    return isinstance(group, PermutationGroup) and group.name in graph.by_hand
-
-
-def _refusal(graph: Symmetries, failed: Mapping[Group, Difference]) -> str:
+def _refusal(failed: Mapping[Group, Difference], *, by_hand: bool) -> str:
     told = [
         f"the {_kind(group)} {group.name!r} is no symmetry of this network: the outputs change by "
         f"{found.change:.1e} (relative to an output's own scale; {found.allowed:.0e} is allowed)"
@@ -155,7 +120,7 @@ def _refusal(graph: Symmetries, failed: Mapping[Group, Difference]) -> str:
     more = f"; and {len(told) - 6} groups more" if len(told) > 6 else ""
     advice = (
         "The group was given by hand: check the axes that it names."
-        if all(_by_hand(graph, group) for group in failed)
+        if by_hand
         else "Either the model or its inputs are not those that the graph was discovered on, or a rule is wrong; "
         'please report the architecture. on_failure="pin" takes such groups out and keeps the others.'
     )
@@ -165,20 +130,8 @@ def _refusal(graph: Symmetries, failed: Mapping[Group, Difference]) -> str:
 # -- what moves in which pass -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Which blocks of which groups move: a mask of shape ``group.blocks`` each (of shape ``()`` without blocks)."""
-
-    moving: dict[Group, Tensor]
-    cycles: bool  # one cycle through all units of a block, or any permutation that is not the identity
-
-
-def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[_Pass]:
-    """Everything at once, the subsets that separate every two, and random subsets.
-
-    Scales are moved in subsets too, but need none of their own: the joint scales that leave a network unchanged form a
-    subspace, and factors that are drawn independently lie in a proper one with probability zero.
-    """
+def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Plan]:
+    """Everything at once, the subsets that separate every two, and random subsets."""
     shapes = {g: g.blocks if isinstance(g, PermutationGroup) else () for g in groups}
     few = [g for g in groups if isinstance(g, PermutationGroup) and g.size < FEW]
     numbers: dict[Group, Tensor] = {}
@@ -188,17 +141,17 @@ def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[_Pa
         count += math.prod(shapes[group])
     separate = sum(math.prod(shapes[g]) for g in few)
     everything = {g: torch.ones(shape, dtype=torch.bool, device="cpu") for g, shape in shapes.items()}
-    yield _Pass(everything, cycles=True)
-    yield _Pass(everything, cycles=False)
+    yield everything, True
+    yield everything, False
     for number, on in enumerate(_halves(separate).T):  # all others borrow their numbers
-        yield _Pass({g: on[k % separate] for g, k in numbers.items()}, cycles=number % 2 == 0)
+        yield {g: on[k % separate] for g, k in numbers.items()}, number % 2 == 0
     for cycles in (True, False):
         drawn = {g: torch.rand(shape, generator=generator, device="cpu") < 0.5 for g, shape in shapes.items()}
-        yield _Pass(drawn if count > 1 else everything, cycles)
+        yield drawn if count > 1 else everything, cycles
 
 
 def _halves(count: int) -> Tensor:
-    """For each of ``count`` blocks the passes that it takes part in, ``[count, passes]``: none is a part of another."""
+    """For each of ``count`` blocks half of the passes, ``[count, passes]``: no block's are a part of another's."""
     passes = 0
     while math.comb(passes, passes // 2) < count:
         passes += 1
@@ -208,18 +161,19 @@ def _halves(count: int) -> Tensor:
     return part
 
 
-def _draw(groups: Sequence[Group], plan: _Pass, generator: torch.Generator) -> Element:
+def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> Element:
     """A random element that moves every block of a pass, and no other."""
     element: Element = {}
+    masks, cycles = plan
     for group in groups:
-        moving = plan.moving[group]
+        moving = masks[group]
         if not bool(moving.any()):
             continue
         if isinstance(group, PermutationGroup):
             order = torch.rand(group.shape, generator=generator, dtype=torch.float64, device="cpu").argsort(-1)
             cycle = torch.empty_like(order).scatter_(-1, order, order.roll(1, dims=-1))
             still = torch.arange(group.size, device="cpu").expand(group.shape)
-            if not plan.cycles:
+            if not cycles:
                 cycle = torch.where((order == still).all(-1, keepdim=True), cycle, order)
             element[group] = torch.where(moving.unsqueeze(-1), cycle, still)
         else:
@@ -238,9 +192,7 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 # -- running ----------------------------------------------------------------------------------------------------
 
 
-def _failures(
-    graph: Symmetries, probe: Probe, claimed: Sequence[Group], tolerance: float, seed: int
-) -> dict[Group, Difference]:
+def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Difference]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -253,9 +205,8 @@ def _failures(
         if given is probe or exact is not given:
             networks.append((given, faithful) if faithful else (exact, tuple(claimed)))
         for k, (network, groups) in enumerate(networks):
-            # half of the passes on other weights: what is dead or saturated with the first need not be with the second
             other = k == 1 and not graph.branch
-            base = _Base.of(network, tolerance, seed + 500 * k, graph.constants, groups, repeat=k == 0, other=other)
+            base = _base(network, seed + 500 * k, graph.constants, groups, repeat=k == 0, other=other)
             failed = _try(graph, base, groups, plans[k :: len(networks)], generator)
             if failed:
                 return failed
@@ -263,7 +214,7 @@ def _failures(
     if graph.positions and moved and not graph.branch:
         generator = torch.Generator().manual_seed(seed + 2)
         try:
-            base = _Base.of(probe.blank(), tolerance, seed, graph.constants, moved)
+            base = _base(probe.blank(), seed, graph.constants, moved)
         except SymmetryError:  # a network that makes no numbers of a blank input, or always the same
             return {}
         return _try(graph, base, moved, list(_passes(moved, generator))[:2], generator)
@@ -271,17 +222,14 @@ def _failures(
 
 
 def _try(
-    graph: Symmetries,
-    base: _Base,
-    groups: Sequence[Group],
-    plans: Sequence[_Pass],
-    generator: torch.Generator,
+    graph: Symmetries, base: _Base, groups: Sequence[Group], plans: Sequence[Plan], generator: torch.Generator
 ) -> dict[Group, Difference]:
+    """Move one set of weights again and again, of which no copy is kept, until the outputs change."""
     for plan in plans:
         element = _draw(groups, plan, generator)
         permutation, log_scale = _split(element)
-        permute_tensors_(graph, permutation, base.state)  # one set of weights, moved again and again: no copy is kept
-        scale_tensors_(graph, log_scale, base.state)
+        permute_entries(graph, permutation, base.state)
+        scale_entries(graph, log_scale, base.state)
         if base.keeps_its_outputs():
             continue
         failed = _bisect(graph, base.again(), element)
@@ -294,14 +242,11 @@ def _try(
     return {}
 
 
-def _moved(graph: Symmetries, base: _Base, element: Element) -> dict[str, Tensor]:
-    permutation, log_scale = _split(element)
-    return scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
-
-
 def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Difference]:
     """The groups of an element that change the outputs on their own."""
-    found = base.difference(_moved(graph, base, element))
+    permutation, log_scale = _split(element)
+    moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
+    found = base.difference(base.probe.run(moved))
     if found.holds:
         return {}
     if len(element) == 1:
@@ -317,10 +262,9 @@ class _Base:
     """Random weights, their outputs, and how much each of these may change."""
 
     def __init__(
-        self, probe: Probe, tolerance: float, seed: int, constants: Mapping[str, Tensor], *, exchanged: bool, draws: int
+        self, probe: Probe, seed: int, constants: Mapping[str, Tensor], *, exchanged: bool, draws: int = 1
     ) -> None:
-        self.probe, self.tolerance, self.seed = probe, tolerance, seed
-        self.constants, self.exchanged = constants, exchanged
+        self.probe, self.seed, self.constants, self.exchanged = probe, seed, constants, exchanged
         generator = torch.Generator().manual_seed(seed)
         self.state = probe.random_state(generator, constants, exchanged=exchanged)
         before = probe.run(self.state)
@@ -329,6 +273,15 @@ class _Base:
             before = probe.run(self.state)
         self.reference = Reference(before)
         self.reference.outputs = self._perturb(before, draws if probe.epsilon < 1e-12 else 8, generator)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the weights were drawn in half precision."""
+        return any(t.dtype == torch.float16 for t in self.state.values())
+
+    @property
+    def allowed(self) -> float:
+        return max(TOLERANCE, 256 * self.probe.epsilon)
 
     def _perturb(self, before: list[Tensor], draws: int, generator: torch.Generator) -> list[Tensor]:
         """Measure sensitivities by noise on the weights; returns the outputs of the weights as they are in the end."""
@@ -340,90 +293,58 @@ class _Base:
         return before
 
     def keeps_its_outputs(self) -> bool:
-        """Whether weights that were moved give the outputs of before.
-
-        An entry that one draw of the noise hardly moved by chance is underestimated; that several agree to is
-        improbable, so that what seems to differ is measured again.
-        """
+        """Whether weights that were moved give the outputs of before."""
         outputs = self.probe.run(self.state)
-        if self._compare(outputs).holds:
+        if self.difference(outputs).holds:
             return True
         self._perturb(self.probe.run(self.state), 3, torch.Generator().manual_seed(self.seed + 1))
-        return self._compare(outputs).holds
-
-    @property
-    def narrow(self) -> bool:
-        """Whether the weights were drawn in half precision."""
-        return any(t.dtype == torch.float16 for t in self.state.values())
-
-    @classmethod
-    def of(
-        cls,
-        probe: Probe,
-        tolerance: float,
-        seed: int,
-        constants: Mapping[str, Tensor],
-        groups: Sequence[Group],
-        *,
-        repeat: bool = False,
-        other: bool = False,
-    ) -> _Base:
-        """Weights with which the outputs are numbers that say something, the first of a few attempts.
-
-        Args:
-            probe: the network.
-            tolerance: as for :func:`verify_symmetries`.
-            seed: the seed of the weights and of other inputs.
-            constants: tensors that the network reads by value.
-            groups: what will move the weights.
-            repeat: whether to check that the network computes the same twice.
-            other: whether to take other numbers than the given inputs, where the network runs with them.
-        """
-        if other:
-            drawn = probe.drawn(torch.Generator().manual_seed(seed))
-            try:
-                return cls.of(drawn, tolerance, seed, constants, groups)
-            except SymmetryError:  # inputs that have to be related (boxes, lengths, sorted numbers)
-                pass
-        exchanged = all(isinstance(g, PermutationGroup) for g in groups)
-        problem = None
-        patterns: list[list[Tensor]] = []
-        for attempt in range(4):
-            base = cls(probe, tolerance, seed + 7 * attempt, constants, exchanged=exchanged, draws=1)
-            if repeat and attempt == 0:
-                base.repeat()
-            nans = [torch.isnan(t) for t in base.reference.outputs]
-            # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
-            told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
-            patterns.append(nans)
-            problem = base.reference.problem(base.allowed) if told else base.reference.nothing("NaN")
-            if problem is None:
-                return base
-        raise SymmetryError(problem)
+        return self.difference(outputs).holds
 
     def again(self) -> _Base:
         """The same once more, before anything moved it, with sensitivities that more draws of the noise measure."""
-        same = self.probe, self.tolerance, self.seed, self.constants
-        return _Base(*same, exchanged=self.exchanged, draws=4)
+        return _Base(self.probe, self.seed, self.constants, exchanged=self.exchanged, draws=4)
 
-    def repeat(self) -> None:
+    def require_repeatable(self) -> None:
         """Run the weights again, which are those behind the reference's outputs."""
-        again = Reference(self.reference.outputs).difference(
-            self.probe.run(self.state), 0.0, epsilon=self.probe.epsilon
-        )
-        if not again.holds:
+        outputs = self.probe.run(self.state)
+        if not Reference(self.reference.outputs).difference(outputs, 0.0, epsilon=self.probe.epsilon).holds:
             raise SymmetryError(
                 "the network does not compute the same twice for the same weights and inputs, so that no symmetry of "
                 "it can be verified; likely cause: it counts its calls, or draws random numbers of its own (noise from "
                 "torch is replaced by constants, noise from numpy or random is not)"
             )
 
-    @property
-    def allowed(self) -> float:
-        return max(self.tolerance, 256 * self.probe.epsilon)
-
-    def difference(self, state: Mapping[str, Tensor]) -> Difference:
-        return self._compare(self.probe.run(state))
-
-    def _compare(self, outputs: list[Tensor]) -> Difference:
+    def difference(self, outputs: list[Tensor]) -> Difference:
         return self.reference.difference(outputs, self.allowed, epsilon=self.probe.epsilon)
+
+
+def _base(
+    probe: Probe,
+    seed: int,
+    constants: Mapping[str, Tensor],
+    groups: Sequence[Group],
+    *,
+    repeat: bool = False,
+    other: bool = False,
+) -> _Base:
+    """Weights with which the outputs are numbers that say something, the first of a few attempts."""
+    if other:
+        try:
+            return _base(probe.drawn(torch.Generator().manual_seed(seed)), seed, constants, groups)
+        except SymmetryError:  # inputs that have to be related (boxes, lengths, sorted numbers)
+            pass
+    exchanged = all(isinstance(g, PermutationGroup) for g in groups)
+    problem = None
+    patterns: list[list[Tensor]] = []
+    for attempt in range(4):
+        base = _Base(probe, seed + 7 * attempt, constants, exchanged=exchanged)
+        if repeat and attempt == 0:
+            base.require_repeatable()
+        nans = [torch.isnan(t) for t in base.reference.outputs]
+        # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
+        told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
+        patterns.append(nans)
+        problem = base.reference.problem(base.allowed) if told else base.reference.nothing("NaN")
+        if problem is None:
+            return base
+    raise SymmetryError(problem)

@@ -1,14 +1,13 @@
 """Moving tensors: how labels and scales follow when a tensor is viewed, cut, joined or reduced.
 
-Every function takes the :class:`~.algebra.Value` before an operator and returns the value after it. Labels are arrays,
-so most of it is what the operator does to the tensor, done to the labels; the ledger is there for new units, and for
-what an operator demands (a sum over an axis demands that nothing that remains depends on it).
+Every function takes the :class:`~.algebra.Value` before an operator and returns the value after it. The ledger is there
+for new units, and for what an operator demands (nothing that remains of a sum may depend on the summed axis).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +18,8 @@ from tu_symmetry.symmetry.algebra import (
     Term,
     Value,
     along,
-    code,
+    kinds,
+    moving,
     pinned_value,
     segments,
     tighten,
@@ -30,23 +30,21 @@ from tu_symmetry.symmetry.ledger import Ledger, Mark
 SELECTED = "selected by its position"
 
 
-def uniform(shape: Sequence[int], fill: float | None = None) -> Value:
-    """A tensor whose entries are all alike: every position has the same code, so any order is as good.
-
-    ``fill`` is the number that they hold, where it is known.
-    """
+def of_positions(shape: Sequence[int], numbered: Callable[[int], Array], fill: float | None = None) -> Value:
+    """A tensor of which each axis has the label that ``numbered`` makes for its length."""
     shape = tuple(shape)
-    labels = tuple(
-        (along(np.full(n, -1, dtype=np.int64), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape)
-    )
+    labels = tuple((along(numbered(n), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape))
     return Value(shape, labels, ("",) * len(shape), fill=fill)
+
+
+def uniform(shape: Sequence[int], fill: float | None = None) -> Value:
+    """A tensor whose entries are all alike: every position has the same code, so any order is as good."""
+    return of_positions(shape, lambda n: np.full(n, -1, dtype=np.int64), fill)
 
 
 def noise(ledger: Ledger, shape: Sequence[int]) -> Value:
     """Random numbers with independent entries: units of their own on each axis, as a parameter has them."""
-    shape = tuple(shape)
-    labels = tuple((along(ledger.fresh_units(n), k, len(shape)),) if n > 1 else () for k, n in enumerate(shape))
-    return Value(shape, labels, ("",) * len(shape))
+    return of_positions(shape, ledger.fresh_units)
 
 
 def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
@@ -58,10 +56,7 @@ def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
 
 
 def mix(ledger: Ledger, value: Value, axes: int | Iterable[int], reason: str) -> Value:
-    """The value before an operator that mixes fixed positions along some axes (a convolution's pixels).
-
-    Nothing may move along them, and what is nested in them has to be the same all along.
-    """
+    """The value before an operator that mixes fixed positions along some axes: nothing may move along them."""
     for axis in [axes] if isinstance(axes, int) else axes:
         value = ledger.alike_along(unnest(ledger, pin_axis(ledger, value, axis, reason), axis), axis)
     return value
@@ -69,53 +64,39 @@ def mix(ledger: Ledger, value: Value, axes: int | Iterable[int], reason: str) ->
 
 def unnest(ledger: Ledger, value: Value, *axes: int) -> Value:
     """Make all labels of the other axes independent of these."""
-    labels = list(value.labels)
     for axis in axes:
         for k in range(value.ndim):
             if k in axes:
                 continue
-            for component in labels[k]:
-                ledger.regret(component, axis, labels[axis])
-            seen = replace(value, labels=tuple(labels))
-            labels[k] = _shared_along(ledger, seen, k, axis) or tuple(independent(ledger, c, axis) for c in labels[k])
-    return replace(value, labels=tuple(labels))
-
-
-def _shared_along(ledger: Ledger, value: Value, axis: int, outer: int) -> Label:
-    """New common units for units that each block along ``outer`` has of its own; () where that is not so."""
-    label = value.labels[axis]
-    if len(label) != 1 or label[0].shape[outer] == 1 or not value.labels[outer]:
-        return ()
-    first = label[0].take([0], outer)
-    return ledger.share(label, (ledger.fresh_units(first.size).reshape(first.shape),), axis, value.labels)
+            label = value.labels[k]
+            for component in label:
+                ledger.regret(component, axis, value.labels[axis])
+            shared: Label = ()
+            if len(label) == 1 and label[0].shape[axis] > 1 and value.labels[axis]:
+                first = label[0].take([0], axis)
+                common = ledger.fresh_units(first.size).reshape(first.shape)
+                shared = ledger.share(label, (common,), k, value.labels)
+            value = value.with_axis(k, label=shared or tuple(independent(ledger, c, axis) for c in label))
+    return value
 
 
 def independent(ledger: Ledger, component: Array, axis: int) -> Array:
     """The first position along an axis of a component, for all of them: units at the others are tied to it.
 
-    Where a unit meets a fixed position, or two fixed positions meet, the units are pinned, and what is left still tells
-    apart what was different::
-
-        [[u0, u1, -1],        [u0, u1, -1]   with u0 ~ u2, u1 pinned
-         [u2, -1, -1]]   ->
+    Units that meet fixed positions are pinned: ``[[u0, u1], [u2, -1]]`` is ``[u0, u1]`` with u0 ~ u2 and u1 pinned.
     """
     if component.shape[axis] == 1:
         return component
     first = component.take([0], axis)
     x, y = np.broadcast_arrays(component, first)
-    both = (x >= 0) & (y >= 0) & (x != y)
-    if both.any():
-        ledger.ties.append((x[both], y[both]))
+    ledger.tie(x, np.where(x == y, -1, y))
     clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
     if not clash.any():
         return first
     ledger.pin_label((x[clash], y[clash]), "differs along an axis that is summed over")
-    # what was pinned, and what stands for several fixed positions, still tells the results apart
     lines = np.moveaxis(component, axis, -1).reshape(-1, component.shape[axis])
-    _, kinds = np.unique(lines, axis=0, return_inverse=True)
-    fixed = (lines < 0).all(axis=1)
     unit = np.take_along_axis(lines, (lines >= 0).argmax(axis=1)[:, None], 1)[:, 0]
-    merged = np.where(fixed, code(kinds.reshape(-1).astype(np.int64)), unit)
+    merged = np.where((lines < 0).all(axis=1), kinds(lines), unit)
     return np.expand_dims(merged.reshape([n for k, n in enumerate(component.shape) if k != axis]), axis)
 
 
@@ -135,25 +116,24 @@ def drop(ledger: Ledger, value: Value, axes: int | Iterable[int], *, keep: bool 
     return value
 
 
-def channel(ledger: Ledger, value: Value, axis: int) -> tuple[Label, tuple[Term, ...]]:
-    """Label and scale of one axis alone, as one-dimensional arrays; both are made independent of the others."""
+def channel(ledger: Ledger, value: Value, axis: int) -> Value:
+    """One axis alone, as a tensor that has no other; its label and scale are made independent of the others."""
     label = value.labels[axis]
     others = [k for k in range(value.ndim) if k != axis]
     for other in others:
         label = tuple(independent(ledger, c, other) for c in label)
     scale = ledger.alike_along(value, *others).scale
-    return tuple(c.reshape(-1) for c in label), tuple((c, v.reshape(-1)) for c, v in scale)
+    terms = tuple((c, v.reshape(-1)) for c, v in scale)
+    return Value((value.shape[axis],), (tuple(c.reshape(-1) for c in label),), (value.reasons[axis],), terms)
 
 
 def single(ledger: Ledger, value: Value) -> Array:
     """The log-scale of a tensor as one variable array (a new variable where it is a sum)."""
-    ones = np.zeros((1,) * value.ndim, dtype=np.int64)
     if not value.scale:
-        return ones
+        return np.zeros((1,) * value.ndim, dtype=np.int64)
     if len(value.scale) == 1 and value.scale[0][0] == 1.0:
         return value.scale[0][1]
-    shape = np.broadcast_shapes(*(v.shape for _, v in value.scale))
-    variable = ledger.fresh_variables(shape)
+    variable = ledger.fresh_variables(np.broadcast_shapes(*(v.shape for _, v in value.scale)))
     ledger.equate(((1.0, variable),), value.scale)
     return variable
 
@@ -168,6 +148,13 @@ def permute(value: Value, order: Sequence[int]) -> Value:
     )
 
 
+def swap(value: Value, first: int, second: int) -> Value:
+    """Exchange two axes."""
+    order = list(range(value.ndim))
+    order[first], order[second] = order[second], order[first]
+    return permute(value, order)
+
+
 def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Value:
     """Select positions along an axis (an int drops the axis). A unit that is selected alone is told apart by it."""
     index = np.asarray([positions] if isinstance(positions, int) else positions, dtype=np.int64)
@@ -178,33 +165,44 @@ def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Val
                     ledger.regret(component, k, other if k != axis else ())
                 alone = component.take(index, axis)
                 ledger.marks.append(Mark(alone, np.zeros((), np.int64), SELECTED))
+    gone = isinstance(positions, int)
 
     def pick(array: Array) -> Array:
         array = array.take(index, axis) if array.shape[axis] > 1 else array
-        return array.squeeze(axis) if isinstance(positions, int) else array
+        return array.squeeze(axis) if gone else array
 
-    gone = isinstance(positions, int)
     kept = [k for k in range(value.ndim) if not (gone and k == axis)]
-    shape = tuple(len(index) if k == axis else value.shape[k] for k in kept)
-    labels = [tuple(pick(c) for c in value.labels[k]) for k in kept]
-    if not gone and len(index) == 1:
-        labels[kept.index(axis)] = ()
     return Value(
-        shape,
-        tuple(labels),
+        tuple(len(index) if k == axis else value.shape[k] for k in kept),
+        tuple(() if k == axis and len(index) == 1 else tuple(pick(c) for c in value.labels[k]) for k in kept),
         tuple(value.reasons[k] for k in kept),
         tuple((c, pick(v)) for c, v in value.scale),
         fill=value.fill,
     )
 
 
-def expand(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
-    """Broadcast to a shape: the copies along a new axis are alike, so any order of them is as good.
+def split(ledger: Ledger, value: Value, axis: int, sizes: Sequence[int] = ()) -> list[Value]:
+    """Cut a value into pieces along an axis; into halves where no sizes are given."""
+    sizes = sizes or [value.shape[axis] // 2] * 2
+    starts = np.cumsum([0, *sizes])
+    return [take(ledger, value, axis, np.arange(a, a + n)) for a, n in zip(starts, sizes, strict=False)]
 
-    They are new units, of which each block that stands to the left has its own: ``[2, 1]`` with ``[[0], [1]]`` along
-    axis 0 that becomes ``[2, 3]`` has ``[[2, 3, 4], [5, 6, 7]]`` along axis 1. One label for all blocks would say that
-    copies change places in all of them together.
-    """
+
+def at_first(ledger: Ledger, value: Value, *axes: int) -> Value:
+    """The value at the first position of some axes, which are dropped."""
+    for axis in sorted(axes, reverse=True):
+        value = take(ledger, value, axis, 0)
+    return value
+
+
+def reorder(ledger: Ledger, value: Value, axis: int, positions: Array) -> Value:
+    """Take all positions along an axis in another order."""
+    arrays = [*(c for label in value.labels for c in label), *(v for _, v in value.scale)]
+    return take(ledger, value, axis, positions) if any(a.shape[axis] > 1 for a in arrays) else value
+
+
+def expand(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
+    """Broadcast to a shape: the copies along a new axis are new units, in each block to their left units of its own."""
     value = pad_left(value, len(shape))
     labels = list(value.labels)
     for axis, (old, new) in enumerate(zip(value.shape, shape, strict=True)):
@@ -215,6 +213,13 @@ def expand(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
     expanded = Value(tuple(shape), tuple(labels), value.reasons, value.scale)
     ledger.observe(expanded)
     return expanded
+
+
+def copies(ledger: Ledger, value: Value, axis: int, count: int, *, inner: bool) -> Value:
+    """Each position along an axis several times: one copy after the other, or (``inner``) beside each other."""
+    lead, rest = value.shape[: axis + inner], value.shape[axis + inner :]
+    wide = expand(ledger, reshape(ledger, value, (*lead, 1, *rest)), (*lead, count, *rest))
+    return reshape(ledger, wide, value.with_axis(axis, size=count * value.shape[axis]).shape)
 
 
 def pad_left(value: Value, ndim: int) -> Value:
@@ -233,17 +238,12 @@ def pad_left(value: Value, ndim: int) -> Value:
 
 
 def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
-    """Lay values one after the other along an axis.
-
-    The units of the other axes must agree, or, with ``nested``, may be different ones in each of the values. What holds
-    one number only has the units that the others have, and zeros have their scale.
-    """
+    """Lay values one after the other; the units of other axes must agree, or (``nested``) may be others in each."""
     lead = next((v for v in values if v.fill is None), values[0])
     values = [v if v is lead or v.fill is None else _filled(v, lead, axis) for v in values]
-    first, *rest = values
-    labels = list(first.labels)
-    for k in range(first.ndim):
-        if k == axis or first.shape[k] == 1:
+    labels, reasons, shape = list(values[0].labels), list(values[0].reasons), list(values[0].shape)
+    for k in range(len(shape)):
+        if k == axis or shape[k] == 1:
             continue
         own = [v.labels[k] for v in values]
         spread = any(c.shape[axis] > 1 for label in own for c in label)
@@ -253,19 +253,17 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
             continue
         if spread:
             values = [unnest(ledger, v, axis) for v in values]
-            first, *rest = values
-            labels[k] = first.labels[k]
-        for value in rest:
-            labels[k] = ledger.unify(labels[k], value.labels[k], first.reasons[k], value.reasons[k], k)
+            labels[k] = values[0].labels[k]
+        for value in values[1:]:
+            labels[k] = ledger.unify(labels[k], value.labels[k], reasons[k], value.reasons[k], k)
     parts = [in_full(v, axis) for v in values]
-    arity = max(len(p) for p in parts)
-    joined: Label = ()
-    if any((c >= 0).any() for p in parts for c in p):
+    labels[axis] = ()
+    if any(moving(p) for p in parts):
+        arity = max(len(p) for p in parts)
         filled = [(*p, *(np.full_like(p[0], -1) for _ in range(arity - len(p)))) for p in parts]
-        origin = _origins(values)
-        joined = tuple(
-            _apart([p[r] for p in filled], origin, axis) if len(values) > 1 else filled[0][r] for r in range(arity)
-        )
+        keys = [("fill", v.fill) if v.fill is not None else ("value", id(v)) for v in values]
+        origins = [keys.index(key) for key in keys]  # the same for a value that comes twice, and for equal constants
+        labels[axis] = tuple(_join([p[r] for p in filled], axis, origins) for r in range(arity))
     scale: tuple[Term, ...] = ()
     if any(v.scale for v in values):
         singles = [single(ledger, v) for v in values]
@@ -274,11 +272,8 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
             for s, v in zip(singles, values, strict=True)
         ]
         scale = ((1.0, tighten(_join(laid, axis))),)
-    labels[axis] = joined
-    shape = list(first.shape)
     shape[axis] = sum(v.shape[axis] for v in values)
-    reasons = list(first.reasons)
-    reasons[axis] = reasons[axis] or next((v.reasons[axis] for v in values if v.reasons[axis]), "")
+    reasons[axis] = next((v.reasons[axis] for v in values if v.reasons[axis]), "")
     return Value(tuple(shape), tuple(labels), tuple(reasons), scale)
 
 
@@ -293,12 +288,6 @@ def _filled(value: Value, beside: Value, axis: int) -> Value:
     return replace(value, labels=labels, scale=edge if value.fill in (0.0, math.inf, -math.inf) else ())
 
 
-def _origins(values: Sequence[Value]) -> list[int]:
-    """A number for each of the values: the same for one that comes twice, and for equal constants."""
-    keys = [("fill", v.fill) if v.fill is not None else ("value", id(v)) for v in values]
-    return [keys.index(key) for key in keys]
-
-
 def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
     """The components of an axis in their full length; along a second axis as well, if one is given."""
     if value.labels[axis]:
@@ -306,16 +295,11 @@ def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
             np.broadcast_to(c, tuple(value.shape[k] if k in (axis, along_too) else n for k, n in enumerate(c.shape)))
             for c in value.labels[axis]
         )
-    return (along(code(np.arange(value.shape[axis], dtype=np.int64)), axis, value.ndim),)
+    return (along(-1 - np.arange(value.shape[axis], dtype=np.int64), axis, value.ndim),)
 
 
 def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int = 0) -> Value:
-    """The entries at ``(i, i + offset)`` of two axes, as a last axis that is indexed by the units of both.
-
-    In the diagonal of ``g h^T`` (``[0 1 2]`` along the rows, ``[5 6 7]`` along the columns) entry i is named by unit i
-    of ``g`` and by unit i of ``h``: they are tied, ``0 ~ 5`` and so on. With an offset of one the ties are ``0 ~ 6``
-    and ``1 ~ 7``. Of a Gram matrix both labels are the same, and nothing is demanded.
-    """
+    """The entries at ``(i, i + offset)`` of two axes, as a last axis that is indexed by the units of both."""
     size = max(0, min(value.shape[first] + min(offset, 0), value.shape[second] - max(offset, 0)))
     if size == 0:
         kept = [n for k, n in enumerate(value.shape) if k not in (first, second)]
@@ -331,20 +315,19 @@ def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int 
         shape[first] = shape[second] = size
         return np.diagonal(np.broadcast_to(array, shape), 0, first, second)
 
-    def own(axis: int, other: int) -> Label:
-        return tuple(along_diagonal(independent(ledger, c, other)) for c in value.labels[axis])
-
     rest = [k for k in range(value.ndim) if k not in (first, second)]
     labels = [tuple(tighten(along_diagonal(c)) for c in value.labels[k]) for k in rest]
-    reason = value.reasons[first] or value.reasons[second]
     label: Label = ()
     if size > 1:
-        sides = own(first, second), own(second, first)
+        sides = [
+            tuple(along_diagonal(independent(ledger, c, other)) for c in value.labels[axis])
+            for axis, other in ((first, second), (second, first))
+        ]
         label = ledger.unify(*sides, value.reasons[first], value.reasons[second], len(rest), [*labels, ()])
     return Value(
         (*(value.shape[k] for k in rest), size),
         (*labels, label),
-        (*(value.reasons[k] for k in rest), reason),
+        (*(value.reasons[k] for k in rest), value.reasons[first] or value.reasons[second]),
         tuple((c, tighten(along_diagonal(v))) for c, v in value.scale),
     )
 
@@ -352,10 +335,8 @@ def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int 
 def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
     """Merge and split axes. A unit axis that is split becomes blocks (new units) with units nested in them.
 
-    A flatten of ``[n, 3, 4]``, channels by pixels, gives an axis of 12 with two components, one of the channels and one
-    of the pixels (each reshaped as the tensor is). A view of ``[n, 12]`` as ``[n, 3, 4]`` gives one component
-    ``[1, 3, 4]``, which varies along both new axes: it goes to the last of them, and the axis before gets one new unit
-    for each row of it.
+    ``[n, 3, 4]``, channels by pixels, flattened has two components on its axis of 12, of channels and of pixels. In a
+    view of ``[n, 12]`` as ``[n, 3, 4]`` the one component goes to the last axis; that before gets a unit for each row.
     """
     shape = tuple(shape)
     if shape == value.shape:
@@ -369,7 +350,7 @@ def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
         ledger.pin(value, "an empty tensor is viewed")
         return pinned_value(shape, "empty tensor")
     matched = segments(value.shape, shape)
-    changed = [(o, n) for o, n in matched if not (len(o) == len(n) == 1)]
+    changed = any(not (len(o) == len(n) == 1) for o, n in matched)
 
     def move(array: Array) -> Array:
         parts: list[int] = []
@@ -393,37 +374,26 @@ def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
         reason = next((value.reasons[k] for k in olds if value.reasons[k]), "")
         for k in news:
             reasons[k] = reason
-        if not any((c >= 0).any() for k in olds for c in value.labels[k]):
-            continue
-        pool = [move(c) for k in olds if value.shape[k] > 1 for c in in_full(value, k)]
-        _distribute(ledger, pool, [k for k in news if shape[k] > 1], labels)
+        if any(moving(value.labels[k]) for k in olds):
+            pool = [move(c) for k in olds if value.shape[k] > 1 for c in in_full(value, k)]
+            _distribute(ledger, pool, [k for k in news if shape[k] > 1], labels)
     reshaped = Value(shape, tuple(labels), tuple(reasons), tuple((c, move(v)) for c, v in value.scale))
     ledger.observe(reshaped)
     return reshaped
 
 
 def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list[Label]) -> None:
-    """Assign the components of a reshaped segment to its new axes.
-
-    Args:
-        ledger: for the units of new blocks.
-        pool: components in the new frame.
-        axes: the new axes, those of size one left out.
-        labels: the labels of all axes; those of ``axes`` are set.
-    """
+    """Assign the components of a reshaped segment to its new axes (those of size one left out)."""
     assigned: dict[int, list[Array]] = {axis: [] for axis in axes}
     for component in pool:
         spread = [axis for axis in axes if component.shape[axis] > 1]
-        if not spread:
-            continue
         if len(spread) == 1:
             assigned[spread[0]].append(component)
-        elif not (component >= 0).any():
+        elif spread and not (component >= 0).any():
             for axis in spread:  # positions with the same content are alike
                 rows = np.moveaxis(component, axis, 0).reshape(component.shape[axis], -1)
-                _, kinds = np.unique(-rows, axis=0, return_inverse=True)
-                assigned[axis].append(along(code(kinds.reshape(-1).astype(np.int64)), axis, component.ndim))
-        else:
+                assigned[axis].append(along(kinds(-rows), axis, component.ndim))
+        elif spread:
             *outer, inner = ledger.nested_order(spread)
             assigned[inner].append(component)
             for position, axis in enumerate(outer):
@@ -440,35 +410,26 @@ def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list
 
 
 def _simplify(ledger: Ledger, components: list[Array]) -> Label:
-    """Merge fixed components into one, and drop units that another component determines.
-
-    In ``[0 1 2 3]`` (units of two heads) beside ``[8 8 9 9]`` (the heads) the first says all; that 0 and 1 stand in 8
-    is recorded as a nesting. Of ``[-1 -1 -2 -2]`` and ``[-1 -2 -1 -2]``, rows and columns of pixels, each pair becomes
-    one position: ``[-1 -2 -3 -4]``, in some order.
-    """
+    """Merge fixed components into one, and drop units that another component determines."""
     fixed = [c for c in components if not (c >= 0).any()]
-    moving = [c for c in components if (c >= 0).any()]
-    if not moving:
+    free = [c for c in components if (c >= 0).any()]
+    if not free:
         return ()
     kept: list[Array] = []
-    for k, component in enumerate(moving):
-        determining = next((o for o in (*kept, *moving[k + 1 :]) if _determines(o, component)), None)
+    for k, component in enumerate(free):
+        determining = next((o for o in (*kept, *free[k + 1 :]) if _determines(o, component)), None)
         if determining is None:
             kept.append(component)
         else:
             _nest(ledger, determining, component)
     if len(fixed) > 1:
-        stacked = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*fixed)], axis=1)
-        _, inverse = np.unique(-stacked, axis=0, return_inverse=True)
-        fixed = [code(inverse.reshape(-1).astype(np.int64)).reshape(np.broadcast_shapes(*(f.shape for f in fixed)))]
+        wide = np.broadcast_arrays(*fixed)
+        fixed = [kinds(-np.stack([a.reshape(-1) for a in wide], axis=1)).reshape(wide[0].shape)]
     return (*kept, *fixed)
 
 
 def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
-    """Record the block of each unit, which is left out of a label because the unit tells it.
-
-    Should ties make one class of units of several blocks, then the label was too short, and all of them are pinned.
-    """
+    """Record the block of each unit, which is left out of a label because the unit tells it."""
     if units is not blocks:
         x, y = (z.reshape(-1) for z in np.broadcast_arrays(units, blocks))
         both = (x >= 0) & (y >= 0)
@@ -477,10 +438,7 @@ def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
 
 
 def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
-    """One new unit for each block of units: blocks with the same content get the same unit.
-
-    ``[[0, 1], [2, 3], [0, 1]]`` has the blocks ``[[8], [9], [8]]`` along its first axis.
-    """
+    """One new unit for each block of units: blocks with the same content get the same unit."""
     inner = [k for k in range(component.ndim) if k not in outer]
     rows = component.transpose(*outer, *inner).reshape(math.prod(component.shape[k] for k in outer), -1)
     _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -489,34 +447,15 @@ def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
     return units.reshape([component.shape[k] if k in outer else 1 for k in range(component.ndim)])
 
 
-def _join(arrays: Sequence[Array], axis: int) -> Array:
-    """Concatenate arrays that broadcast along the other axes."""
+def _join(arrays: Sequence[Array], axis: int, origins: Sequence[int] | None = None) -> Array:
+    """Concatenate arrays that broadcast along the other axes; fixed positions of other ``origins`` get other codes."""
     other = np.broadcast_shapes(*(tuple(1 if k == axis else n for k, n in enumerate(a.shape)) for a in arrays))
     full = [np.broadcast_to(a, tuple(a.shape[k] if k == axis else n for k, n in enumerate(other))) for a in arrays]
-    return np.concatenate(full, axis)
-
-
-def _apart(arrays: Sequence[Array], origins: Sequence[int], axis: int) -> Array:
-    """Concatenate components; fixed positions of different origins get different codes.
-
-    ``[x[:2], h, x[2:]]`` has the codes (-1, -2) in its first and in its last piece, which are no more alike than any
-    other two inputs: ``[-1, -2 | u0, u1 | -1, -2]`` becomes ``[-1, -2 | u0, u1 | -3, -4]``.
-    """
-    joined = _join(arrays, axis)
+    joined = np.concatenate(full, axis)
     fixed = joined < 0
-    if not fixed.any():
-        return joined
-    origin = _join(
-        [
-            np.full([n if k == axis else 1 for k, n in enumerate(a.shape)], o, dtype=np.int64)
-            for a, o in zip(arrays, origins, strict=True)
-        ],
-        axis,
-    )
-    rows = np.stack([np.broadcast_to(origin, joined.shape)[fixed], -joined[fixed]], axis=1)
-    _, kinds = np.unique(rows, axis=0, return_inverse=True)
-    joined = joined.copy()
-    joined[fixed] = code(kinds.reshape(-1).astype(np.int64))
+    if origins is not None and fixed.any() and len(arrays) > 1:
+        origin = np.concatenate([np.full(a.shape, o) for a, o in zip(full, origins, strict=True)], axis)
+        joined[fixed] = kinds(np.stack([origin[fixed], -joined[fixed]], axis=1))
     return joined
 
 

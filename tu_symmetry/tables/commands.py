@@ -1,16 +1,8 @@
 """A table as a list of commands: what a reader would type one after the other, skipped where it is done.
 
-``table.yaml`` lists commands by name, each with its subcommand (``fit``, ``validate``, ``test``, ``predict``, ``run``)
-and its YAML files, the later over the earlier. :func:`run_commands` does nothing that the same words typed in a shell
-would not do, except
-
-* to say where the files stand (``--root``, ``--name``, ``--data_root``, see :mod:`~tu_symmetry.tables.folders`);
-* to skip a command whose configuration and inputs are those of a finished run and whose files are untouched;
-* to resume a training that was cut, from its last checkpoint; without one it starts anew, in an empty folder.
-
-A finished command leaves ``.table/NAME.json`` in the run folder: a fingerprint of its configuration and of the files
-of the commands that it needs, the digest of every file that it wrote, its times, and where it took a GPU
-``gpu_allocated`` and ``gpu_reserved``: the peaks of torch's caching allocator in bytes (:func:`gpu_peaks`).
+A command is skipped if its configuration and inputs are those of a finished run and its files are untouched; a training
+that was cut goes on from its last checkpoint. A finished command leaves ``.table/NAME.json`` in the run folder: a
+fingerprint of its configuration and inputs, the digest of every file that it wrote, its time and the GPU's peaks.
 """
 
 from __future__ import annotations
@@ -21,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,7 +34,7 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.progress import Display
-from tu_symmetry.tables.folders import OUT
+from tu_symmetry.tables.functions import OUT
 from tu_symmetry.tables.outcome import plain
 
 Subcommand = Literal["fit", "validate", "test", "predict", "run"]
@@ -97,12 +90,7 @@ class CommandTable:
 
 
 def load_table(folder: str | Path) -> CommandTable:
-    """Read and check a recipe folder; copies are commands of their own, and files are with their bases.
-
-    Raises:
-        ConfigError: missing files, unknown keys, a name listed twice, a command that needs a later one, a command whose
-            folder is not ``$root/$name``.
-    """
+    """Read and check a recipe folder; copies are commands of their own, and files are with their bases."""
     folder = Path(folder)
     path = folder / "table.yaml"
     raw = read_mapping(path)
@@ -118,8 +106,7 @@ def load_table(folder: str | Path) -> CommandTable:
         if command.name in copies or not command.name.replace("_", "").replace("-", "").isalnum():
             raise ConfigError(f"{where}: names are letters, digits, - and _, and each stands once")
         if unknown := [name for name in command.needs if name not in copies]:
-            there = ", ".join(copies)
-            raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {there})")
+            raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(copies)})")
         own = [command.config] if isinstance(command.config, str) else command.config
         files = [*table.bases.get(command.command, ()), *own]
         flag = "command.init_args.out" if command.command == "run" else "trainer.default_root_dir"
@@ -129,10 +116,9 @@ def load_table(folder: str | Path) -> CommandTable:
         needs = [copy for name in command.needs for copy in copies[name]]
         made = replace(command, config=files, needs=needs, copies=0, seeds=[])
         copies[command.name] = [f"{command.name}_{k}" for k in range(command.copies)] or [command.name]
-        commands += [
-            replace(made, name=name, set=made.set | dict.fromkeys(command.seeds if command.copies else (), k))
-            for k, name in enumerate(copies[command.name])
-        ]
+        for k, name in enumerate(copies[command.name]):
+            seeds = dict.fromkeys(command.seeds if command.copies else (), k)
+            commands.append(replace(made, name=name, set=made.set | seeds))
     return replace(table, commands=commands)
 
 
@@ -152,6 +138,15 @@ def typed(folder: Path, command: CommandConfig, root: Path, data_root: str | Pat
     folders = [f"--root={root}", f"--name={command.name}", *([] if data_root is None else [f"--data_root={data_root}"])]
     files = [f"--config={Path(os.path.normpath(folder / file))}" for file in command.config]
     return [command.command, *files, *folders, *_dotted(command.set)]
+
+
+def _dotted(values: Mapping[str, Any]) -> list[str]:
+    dumped = {key: yaml.safe_dump(value, default_flow_style=True) for key, value in values.items()}
+    return [f"--{key}={text.removesuffix('...' + chr(10)).strip()}" for key, text in dumped.items()]
+
+
+class TableInterrupted(Exception):
+    """The time is over; the same call resumes from here."""
 
 
 def run_commands(
@@ -178,11 +173,6 @@ def run_commands(
 
     Returns:
         Name of each command to its results.
-
-    Raises:
-        ConfigError: a recipe or override that cannot be used.
-        FolderInUseError: another process works in the run folder.
-        TableInterrupted: ``max_time`` is over.
     """
     folder = Path(folder)
     table = load_table(folder)
@@ -190,17 +180,25 @@ def run_commands(
     if root.resolve() == folder.resolve():
         raise ConfigError(f"{root} is the recipe, which a run would write into: choose another folder with --out")
     flags = _flags(table, overrides)
-    display = display or Display()
     deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
     (root / MARKS).mkdir(parents=True, exist_ok=True)
     with lock_folder(root):
         clear_scratch(root)
-        environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        return _Run(folder, table, root, data_root, flags, fresh, deadline, display, environment).all()
+        return _Run(folder, table, root, data_root, flags, fresh, deadline, display or Display()).all()
 
 
-class TableInterrupted(Exception):
-    """The time is over; the same call resumes from here."""
+def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:
+    flags: dict[str, list[str]] = {command.name: [] for command in table.commands}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        name, _, flag = key.strip().partition(".")
+        if not separator or not flag or name not in flags:
+            raise ConfigError(
+                f"--set {override!r}: write NAME.FLAG=VALUE with a command of this recipe ({', '.join(flags)}) and one "
+                "of its flags, for example hmc.routine.num_samples=100"
+            )
+        flags[name].append(f"--{flag}={value}")
+    return flags
 
 
 @dataclass
@@ -215,18 +213,17 @@ class _Run:
     fresh: bool
     deadline: float | None
     display: Display
-    environment: Mapping[str, Any]
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def environment(self) -> Mapping[str, Any]:
+        return describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
     def all(self) -> dict[str, dict[str, Any]]:
         for command in self.table.commands:
             if not self.fresh and set(command.needs) <= self.marks.keys():
                 self._take(command)
-        names = [c.name for c in self.table.commands]
-        done = list(self.marks)
-        for command in self.table.commands:
-            if self.flags[command.name] and command.name not in done:  # a typo is said before anything runs
-                _check(self._words(command, resumed=False))
+        names, done = [c.name for c in self.table.commands], list(self.marks)
         self.display.plan(self.table.title, names, done)
         for number, command in enumerate(self.table.commands):
             if command.name in done:
@@ -236,8 +233,6 @@ class _Run:
                 self._write_results()
         self._write_results()
         return {name: self.marks[name]["results"] for name in names}
-
-    # -- what is done -------------------------------------------------------------------------------------------
 
     def _fingerprint(self, command: CommandConfig) -> str:
         flags = [*_dotted(command.set), *self.flags[command.name]]
@@ -265,7 +260,9 @@ class _Run:
             return
         said = f"{len(changed)} files were changed, replaced or removed since they were made ({changed[0]})"
         if found:
-            kept = _free_name(self.root / f"{command.name}.changed")
+            number = 1
+            while (kept := self.root / f"{command.name}.changed-{number}").exists():
+                number += 1
             target.rename(kept)
             said += f"; what is there is now in {kept}"
         self.display.note(f"{command.name} is made again: {said}")
@@ -279,60 +276,49 @@ class _Run:
         except FileError as error:
             raise ConfigError(f"{error}; remove it to have {name} made again") from error
 
-    def _mark(self, name: str, mark: dict[str, Any]) -> dict[str, Any]:
-        mark = plain(mark)
-        write_json(self.root / MARKS / f"{name}.json", mark, seal=True)
-        return mark
-
-    # -- running ------------------------------------------------------------------------------------------------
+    def _mark(self, name: str, **mark: Any) -> dict[str, Any]:
+        write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
+        return plain(mark)
 
     def _run(self, command: CommandConfig, following: str | None) -> None:
         target, name = self.root / command.name, command.name
-        mark, old = {"fingerprint": self._fingerprint(command)}, self._read_mark(name)
-        resumed = not self.fresh and old is not None and old["fingerprint"] == mark["fingerprint"] and target.is_dir()
-        if target.exists() and not resumed:
-            if old is None:
-                raise ConfigError(
-                    f"{target} is there, and this table has not made it: move it away, or give another run folder "
-                    "(--out)"
-                )
-            remove_folder(target)
+        fingerprint, old = self._fingerprint(command), self._read_mark(name)
+        resumed = not self.fresh and old is not None and old["fingerprint"] == fingerprint and target.is_dir()
+        if target.exists() and old is None:
+            raise ConfigError(
+                f"{target} is there, and this table has not made it: move it away, or give another run folder (--out)"
+            )
+        checkpoint = self._checkpoint(command) if resumed else None
+        resumed = resumed and (command.command == "run" or checkpoint is not None)  # else cut before there was one
         if resumed:
             clear_scratch(target, recursive=True)
-            if command.command != "run" and self._checkpoint(command) is None:  # cut before there was one
-                remove_folder(target)
-                resumed = False
+        elif target.exists():
+            remove_folder(target)
         before = old if resumed and old else {}
-        spent = {key: before.get(key, 0.0) for key in ("seconds", "processor_seconds")}
-        self._mark(name, mark | spent | {"status": "running"})
-        over = f"the time is over; the same command resumes with {name}"
+        self._mark(name, fingerprint=fingerprint, seconds=before.get("seconds", 0.0), status="running")
+        over = TableInterrupted(f"the time is over; the same command resumes with {name}")
         if self.deadline is not None and time.monotonic() >= self.deadline:
-            raise TableInterrupted(over)
-        words = self._words(command, resumed)
+            raise over
+        words = [*typed(self.folder, command, self.root, self.data_root), *self.flags[name]]
+        words += [] if checkpoint is None else [f"--ckpt_path={checkpoint}"]
         gpu_peaks(fresh=True)
-        started = {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
+        started = time.perf_counter()
 
         def took() -> dict[str, Any]:
-            now = {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
-            peaks = {key: max(value, before.get(key, 0)) for key, value in gpu_peaks().items()}
-            return {key: round(spent[key] + now[key] - started[key], 2) for key in now} | peaks
+            seconds = round(before.get("seconds", 0.0) + time.perf_counter() - started, 2)
+            return {"seconds": seconds} | {key: max(peak, before.get(key, 0)) for key, peak in gpu_peaks().items()}
 
         with self.display.stage(name, resumed=resumed, following=following) as status:
             found = _execute(words, self.deadline)
             if found is None:
-                self._mark(name, mark | took() | {"status": "running"})
-                raise TableInterrupted(over)
+                self._mark(name, fingerprint=fingerprint, status="running", **took())
+                raise over
             status.done(found | gpu_peaks())
         files = digest_folder(target)
         if not files:
             raise ConfigError(f"{name} has written nothing to {target}")
-        mark |= found | took() | {"status": "done", "resumed": resumed, "files": files}
-        self.marks[name] = self._mark(name, mark | {"environment": self.environment})
-
-    def _words(self, command: CommandConfig, resumed: bool) -> list[str]:
-        words = [*typed(self.folder, command, self.root, self.data_root), *self.flags[command.name]]
-        newest = self._checkpoint(command) if resumed else None
-        return [*words, *([] if newest is None else [f"--ckpt_path={newest}"])]
+        made = {"status": "done", "resumed": resumed, "files": files, "environment": self.environment}
+        self.marks[name] = self._mark(name, fingerprint=fingerprint, **found, **took(), **made)
 
     def _checkpoint(self, command: CommandConfig) -> Path | None:
         """From which a training that was cut goes on; nothing else does."""
@@ -340,26 +326,11 @@ class _Run:
         return max(found, key=lambda p: p.stat().st_mtime, default=None)
 
     def _write_results(self) -> None:
-        keep = ("results", "headline", "seconds", "processor_seconds", "resumed")
-        peaks = ("gpu_allocated", "gpu_reserved")
+        keep = ("results", "headline", "seconds", "resumed", "gpu_allocated", "gpu_reserved")
         marks = {c.name: self.marks[c.name] for c in self.table.commands if c.name in self.marks}
-        commands = {
-            name: {k: mark.get(k) for k in keep} | {k: mark[k] for k in peaks if k in mark}
-            for name, mark in marks.items()
-        }
+        commands = {name: {key: mark[key] for key in keep if key in mark} for name, mark in marks.items()}
         content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": self.environment}
         write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
-
-
-def _check(words: list[str]) -> None:
-    """Refuse arguments that do not fit, without running anything."""
-    from tu_symmetry.tables.functions import build_parser
-    from tu_symmetry.tables.lightning import check_arguments  # loads TorchUncertainty
-
-    if words[0] == "run":
-        build_parser().parse_args(words[1:])
-    else:
-        check_arguments(words)
 
 
 def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:
@@ -385,10 +356,7 @@ def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:
 def gpu_peaks(*, fresh: bool = False) -> dict[str, int]:
     """The most bytes of tensors on a GPU (``gpu_allocated``), and held for them by torch (``gpu_reserved``).
 
-    What CUDA and its libraries take for themselves is not among them. Empty where nothing has used a GPU.
-
-    Args:
-        fresh: let go of what is not used any more, and count from here.
+    ``fresh`` lets go of what is not used any more, and counts from here. Empty where nothing has used a GPU.
     """
     if not torch.cuda.is_initialized():
         return {}
@@ -400,31 +368,3 @@ def gpu_peaks(*, fresh: bool = False) -> dict[str, int]:
             torch.cuda.reset_peak_memory_stats(device)
     peaks = {"gpu_allocated": torch.cuda.max_memory_allocated, "gpu_reserved": torch.cuda.max_memory_reserved}
     return {name: max(map(peak, devices)) for name, peak in peaks.items()}
-
-
-def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:
-    flags: dict[str, list[str]] = {command.name: [] for command in table.commands}
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        name, _, flag = key.strip().partition(".")
-        if not separator or not flag or name not in flags:
-            raise ConfigError(
-                f"--set {override!r}: write NAME.FLAG=VALUE with a command of this recipe ({', '.join(flags)}) and one "
-                "of its flags, for example hmc.routine.num_samples=100"
-            )
-        flags[name].append(f"--{flag}={value}")
-    return flags
-
-
-def _dotted(values: Mapping[str, Any]) -> list[str]:
-    return [
-        f"--{key}={yaml.safe_dump(value, default_flow_style=True).removesuffix('...' + chr(10)).strip()}"
-        for key, value in values.items()
-    ]
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (found := path.with_name(f"{path.name}-{number}")).exists():
-        number += 1
-    return found

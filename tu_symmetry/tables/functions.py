@@ -1,30 +1,64 @@
 """``tu-symmetry run``: functions that are no training runs, with the conventions of LightningCLI.
 
-A configuration names a function that returns an :class:`~tu_symmetry.tables.outcome.Outcome` and its arguments::
+A configuration names a function that returns an :class:`~tu_symmetry.tables.outcome.Outcome`, and its arguments::
 
-    seed_everything: 0
-    command:
-      class_path: tu_symmetry.experiments.compact_posterior.interpolate
-      init_args: {ensemble: $root/ensemble, hmc: $root/hmc, out: $root/$name, ...}
-
-Several ``--config`` files, dotted flags (``--command.pairs 2``), ``--print_config`` and ``--command.help NAME`` work as
-they do for ``fit``. A class or function that does not return an Outcome is refused before it is called.
+    command: {class_path: tu_symmetry.experiments.compact_posterior.interpolate, init_args: {out: $root/$name, ...}}
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
-from tu_symmetry.configs import resolve
-from tu_symmetry.tables.folders import add_folders, with_folders
+from tu_symmetry.configs import ConfigError, resolve
 from tu_symmetry.tables.mistakes import OneLineParser
 from tu_symmetry.tables.outcome import Outcome
 
+OUT = "$root/$name"
+_FOLDER = re.compile(r"\$(root|name|data_root)\b")
+
+
+def add_folders(parser: ArgumentParser) -> None:
+    """The options that fill ``$root``, ``$name`` and ``$data_root`` in."""
+    parser.add_argument("--root", type=str, default="runs", help="folder of the runs, $root in a configuration")
+    parser.add_argument(
+        "--name", type=str, default="", help="of the run, $name in a configuration (default: its last file's name)"
+    )
+    parser.add_argument("--data_root", type=str, default="data", help="folder of data sets, $data_root")
+
+
+def with_folders(config: Namespace) -> Namespace:
+    """The parsed configuration with the folders filled in, wherever they stand."""
+    files = [str(path) for path in config.get("config") or () if path is not None]
+    folders = {key: str(config[key]) for key in ("root", "name", "data_root")}
+    folders["name"] = folders["name"] or (Path(files[-1]).stem if files else "")
+
+    def folder(found: re.Match[str]) -> str:
+        if not folders[found[1]]:
+            raise ConfigError(f"{found.string!r} in the configuration: say what {found[0]} is (--{found[1]} ...)")
+        return folders[found[1]]
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, Namespace):
+            return Namespace({key: filled(inner) for key, inner in vars(value).items()})
+        if isinstance(value, Mapping):
+            return {key: filled(inner) for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(filled, value))
+        if isinstance(value, str | Path) and _FOLDER.search(str(value)):
+            return type(value)(_FOLDER.sub(folder, str(value)))
+        return value
+
+    found: Namespace = filled(config)
+    return found
+
 
 def build_parser() -> ArgumentParser:
-    """The parser of ``tu-symmetry run``."""
+    """The parser of ``tu-symmetry run``; what does not return an Outcome is refused before it is called."""
     parser = OneLineParser(
         prog="tu-symmetry run",
         description="Calls a function that a YAML file names, prints what it found and writes it to results.json.",
@@ -37,11 +71,7 @@ def build_parser() -> ArgumentParser:
 
 
 def run_function(arguments: Sequence[str]) -> Outcome:
-    """Parse, seed, call, and write the results to the function's ``out`` folder if it has one.
-
-    Raises:
-        SystemExit: for ``--help``, ``--print_config`` and arguments that do not fit.
-    """
+    """Parse, seed, call, and write the results to the function's ``out`` folder if it has one."""
     from lightning.pytorch import seed_everything
 
     config = with_folders(build_parser().parse_args(list(arguments)))

@@ -9,21 +9,13 @@ from tu_symmetry.configs import ConfigError, read_mapping
 from tu_symmetry.tables.commands import load_table
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_SHIPPED = (_PACKAGE / "recipes", _PACKAGE.parent / "recipes")  # in a wheel, and in a checkout
-_CONFIG_FLAGS = ("--config", "-c")
-
-
-def _shipped() -> Path | None:
-    """The folder of the recipes that travel with the package."""
-    return next((f for f in _SHIPPED if f.is_dir()), None)
+_SHIPPED = next((f for f in (_PACKAGE / "recipes", _PACKAGE.parent / "recipes") if f.is_dir()), None)  # wheel, checkout
 
 
 def library() -> dict[str, Path]:
     """Name (``compact_posterior/digits``) to folder of every recipe with a table."""
-    folder = _shipped()
-    if folder is None:
-        return {}
-    return {p.parent.relative_to(folder).as_posix(): p.parent for p in sorted(folder.rglob("table.yaml"))}
+    tables = sorted(_SHIPPED.rglob("table.yaml")) if _SHIPPED else []
+    return {path.parent.relative_to(_SHIPPED).as_posix(): path.parent for path in tables}  # type: ignore[arg-type]
 
 
 def titles() -> dict[str, str]:
@@ -33,17 +25,16 @@ def titles() -> dict[str, str]:
 
 def configurations() -> dict[str, Path]:
     """Name (``lightning/mnist_ensemble_rebasin.yaml``) to file of every configuration that no table runs."""
-    folder = _shipped()
-    if folder is None:
+    if _SHIPPED is None:
         return {}
-    used = {table for recipe in library().values() for table in (recipe / "table.yaml", *files_of(recipe))}
-    files = [p for p in sorted(folder.rglob("*.yaml")) if p not in used and not (p.parent / "table.yaml").is_file()]
-    return {p.relative_to(folder).as_posix(): p for p in files}
-
-
-def files_of(recipe: Path) -> set[Path]:
-    """The configurations that the commands of a recipe take."""
-    return {(recipe / file).resolve() for command in load_table(recipe).commands for file in command.config}
+    used = {
+        (recipe / file).resolve()
+        for recipe in library().values()
+        for command in load_table(recipe).commands
+        for file in command.config
+    }
+    files = [p for p in sorted(_SHIPPED.rglob("*.yaml")) if p not in used and not (p.parent / "table.yaml").is_file()]
+    return {p.relative_to(_SHIPPED).as_posix(): p for p in files}
 
 
 def _within_recipes(name: str | Path) -> str:
@@ -52,14 +43,9 @@ def _within_recipes(name: str | Path) -> str:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The folder of a recipe: a path, or the name of one that travels with the package.
-
-    Raises:
-        ConfigError: neither.
-    """
-    folder = Path(name)
-    if (folder / "table.yaml").is_file():
-        return folder
+    """The folder of a recipe: a path, or the name of one that travels with the package."""
+    if (Path(name) / "table.yaml").is_file():
+        return Path(name)
     known = library()
     if (found := known.get(_within_recipes(name))) is not None:
         return found
@@ -70,27 +56,24 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def find_configuration(name: str) -> str:
-    """The configuration file that a name means: a file that is there, else one that travels with the package.
+    """The configuration file that a name means: one that is there, else one that travels with the package.
 
-    So that ``tu-symmetry fit --config recipes/lightning/mnist_ensemble_rebasin.yaml`` runs in any folder. What is
-    neither is returned as it is: whoever reads the file says that it is not there.
+    What is neither is returned as it is: whoever reads the file says that it is not there.
     """
-    folder = _shipped()
-    if folder is None or Path(name).is_absolute() or Path(name).exists():
+    if _SHIPPED is None or Path(name).is_absolute() or Path(name).exists():
         return name
-    root, file = folder.resolve(), (folder / _within_recipes(name)).resolve()
+    root, file = _SHIPPED.resolve(), (_SHIPPED / _within_recipes(name)).resolve()
     return str(file) if file.is_file() and file.suffix == ".yaml" and file.is_relative_to(root) else name
 
 
 def with_configurations(arguments: Sequence[str]) -> list[str]:
     """The words of a command line, with the files after ``--config`` and ``-c`` found by :func:`find_configuration`."""
-    found: list[str] = []
+    flags, found = ("--config", "-c"), list[str]()
     for word in arguments:
         flag, equals, value = word.partition("=")
-        if found and found[-1] in _CONFIG_FLAGS:
-            found.append(find_configuration(word))
-        elif equals and flag in _CONFIG_FLAGS:
-            found.append(f"{flag}={find_configuration(value)}")
-        else:
-            found.append(word)
+        if found and found[-1] in flags:
+            word = find_configuration(word)
+        elif equals and flag in flags:
+            word = f"{flag}={find_configuration(value)}"
+        found.append(word)
     return found

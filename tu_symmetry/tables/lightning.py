@@ -1,11 +1,8 @@
 """``tu-symmetry fit | validate | test | predict``: TorchUncertainty's LightningCLI, with arguments as they were typed.
 
-What a reader knows of LightningCLI holds: several ``--config`` files (the later overrides the earlier), dotted flags,
-``--print_config``, ``--trainer.callbacks+=Rebasin`` by the bare name of a class, ``--ckpt_path last``. Five things
-are added: ``$root``, ``$name`` and ``$data_root`` (:mod:`~tu_symmetry.tables.folders`); a routine without
-``class_path`` is a ``ClassificationRoutine``; ``--eval_after_fit`` takes true and false; a configuration that an
-earlier part of a resumed run saved is overwritten rather than refused; outside of a terminal, in a log file say, a line
-every half minute says how far a run is and how long it still takes.
+Beyond LightningCLI: ``$root``, ``$name`` and ``$data_root`` (:mod:`~tu_symmetry.tables.functions`), a routine without
+``class_path`` is a ``ClassificationRoutine``, ``--eval_after_fit`` takes true and false, a resumed run overwrites its
+saved configuration, and a log file gets a line of progress every half minute.
 """
 
 from __future__ import annotations
@@ -19,17 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-from jsonargparse import ActionYesNo, get_loader, set_loader
+from jsonargparse import ActionYesNo
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Timer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
-from tu_symmetry.configs import ConfigError, read_yaml
+from tu_symmetry.configs import ConfigError
 from tu_symmetry.files import FileError, check_archive
-from tu_symmetry.tables.folders import add_folders, with_folders
+from tu_symmetry.tables.functions import add_folders, with_folders
 from tu_symmetry.tables.mistakes import ROOMS, OneLineParser
 
 with scripting_unsaid():
@@ -95,10 +91,9 @@ class SymmetryCLI(TULightningCLI):
         except RuntimeError as error:
             if given is None or "loading state_dict" not in str(error):
                 raise
-            differs = "; ".join(line.strip() for line in str(error).splitlines()[1:3])
-            raise ConfigError(
-                f"--ckpt_path {given} is of another network than the configuration's: {differs[:300]}"
-            ) from error
+            differs = "; ".join(line.strip() for line in str(error).splitlines()[1:3])[:300]
+            said = f"--ckpt_path {given} is of another network than the configuration's: {differs}"
+            raise ConfigError(said) from error
 
     def before_validate(self) -> None:
         """Validates with data modules that know no validation stage, as TorchUncertainty 0.13's."""
@@ -124,11 +119,7 @@ class _SaveConfig(TUSaveConfigCallback):
 
 
 def require_checkpoint(path: str) -> None:
-    """Refuse what is no checkpoint of a trainer, or was damaged; Lightning's own words (``last``) and URLs are left.
-
-    Raises:
-        ConfigError: with what to do.
-    """
+    """Refuse what is no checkpoint of a trainer, or was damaged; Lightning's own words (``last``) and URLs are left."""
     place = Path(path)
     sharded = (place / "meta.pt").is_file() or (place / "checkpoint").is_dir()
     if "://" in path or path in ("last", "best", "hpc") or path.startswith("registry") or sharded:
@@ -137,19 +128,16 @@ def require_checkpoint(path: str) -> None:
         there = sorted(str(p) for p in (place if place.is_dir() else place.parent).glob("*.ckpt"))[:3]
         beside = f"; {'in it' if place.is_dir() else 'beside it'} are {', '.join(there)}" if there else ""
         raise ConfigError(f"--ckpt_path {path}: there is no such file{beside}")
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"--ckpt_path: {path} is truncated, or no file of torch.save; without it the run starts anew")
     try:
-        if not zipfile.is_zipfile(path):
-            raise FileError(f"{path} is truncated, or no file of torch.save")
         check_archive(path)
     except FileError as error:
         raise ConfigError(f"--ckpt_path: {error}; or take another; without it the run starts anew") from error
     with zipfile.ZipFile(path) as archive:
         pickled = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
     if b"pytorch-lightning_version" not in pickled:
-        raise ConfigError(
-            f"--ckpt_path {path}: no trainer of Lightning has written it (weights alone, for example): a run goes on "
-            "from its own checkpoint, such as last.ckpt"
-        )
+        raise ConfigError(f"--ckpt_path {path}: no trainer of Lightning has written it: give its own, as last.ckpt")
 
 
 class OutOfTime(Exception):
@@ -176,15 +164,7 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
         arguments: what is typed after ``tu-symmetry``.
         deadline: the deadline of a fit, by :func:`time.monotonic`. It is then cut without what callbacks and routines
             do at the end of an epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
-
-    Returns:
-        What ran, with its ``trainer`` and ``routine``.
-
-    Raises:
-        OutOfTime: the deadline was reached before the fit's end.
-        SystemExit: as LightningCLI does, for ``--help``, ``--print_config`` and arguments that do not fit.
     """
-    _bound_aliases()
     before = sys.argv
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
     try:
@@ -192,50 +172,6 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
         return SymmetryCLI(trainer_defaults={"callbacks": own})
     finally:
         sys.argv = before
-
-
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Parse what :func:`run_lightning` would run, and no more.
-
-    Raises:
-        SystemExit: arguments that do not fit, after a line about them.
-    """
-    _bound_aliases()
-    before, sys.argv = sys.argv, ["tu-symmetry", *arguments]
-    try:
-        _ParseOnly(trainer_defaults={"callbacks": [ProgressLines()]})
-    except _Parsed:
-        pass
-    finally:
-        sys.argv = before
-
-
-class _Parsed(Exception):
-    """What was typed fits."""
-
-
-class _ParseOnly(SymmetryCLI):
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        super().parse_arguments(parser, args)
-        raise _Parsed
-
-
-def _bound_aliases() -> None:
-    """Have jsonargparse refuse YAML whose aliases, written out, are more than a machine can hold; once is enough."""
-    load = get_loader("yaml")
-    if getattr(load, "bounded", False):
-        return
-
-    def bounded(text: str) -> Any:
-        if "&" in text and "*" in text:
-            try:
-                read_yaml(text, "the configuration")
-            except ConfigError as error:
-                raise yaml.YAMLError(str(error)) from error
-        return load(text)
-
-    bounded.bounded = True  # type: ignore[attr-defined]
-    set_loader("yaml", bounded, exceptions=(yaml.YAMLError,))
 
 
 def was_cut(trainer: Trainer) -> bool:

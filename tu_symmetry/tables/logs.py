@@ -1,4 +1,4 @@
-"""What a fit has written: by Lightning's CSVLogger the last value of every column and whole curves; its weights."""
+"""What a fit has written: the columns of Lightning's CSVLogger, and its weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,7 @@ from tu_symmetry.states import load_state
 
 
 def last_values(run: Path) -> dict[str, float]:
-    """The last logged value of every metric of a run, resumed parts included.
-
-    Args:
-        run: folder that holds one or more ``metrics.csv``, at any depth; a later file goes over an earlier one.
-
-    Raises:
-        FileNotFoundError: no such file: the run has no CSVLogger, or logs elsewhere.
-    """
+    """The last logged value of every metric in all ``metrics.csv`` of a run, resumed parts included."""
     values: dict[str, float] = {}
     for row in _rows(run):
         values |= {name: float(text) for name, text in row.items() if text not in ("", None)}
@@ -27,21 +20,8 @@ def last_values(run: Path) -> dict[str, float]:
 
 
 def logged_curve(run: Path, name: str) -> tuple[list[int], list[float]]:
-    """All logged values of one metric with their steps, in ascending order, resumed parts included.
-
-    Args:
-        run: folder that holds one or more ``metrics.csv``, at any depth; where two have the same
-            step, the later file stands.
-        name: column of the metric.
-
-    Raises:
-        FileNotFoundError: no such file.
-        KeyError: no such column.
-    """
-    found: dict[int, float] = {}
-    for row in _rows(run):
-        if row.get(name) not in ("", None):
-            found[int(row["step"])] = float(row[name])
+    """Steps, ascending, and values of one metric; where two parts of a run have the same step, the later stands."""
+    found = {int(row["step"]): float(row[name]) for row in _rows(run) if row.get(name) not in ("", None)}
     if not found:
         raise KeyError(f"no metrics.csv in {run} has a value of {name!r}")
     steps = sorted(found)
@@ -49,14 +29,7 @@ def logged_curve(run: Path, name: str) -> tuple[list[int], list[float]]:
 
 
 def last_weights(run: Path) -> dict[str, Tensor]:
-    """The network of a run's newest ``last.ckpt``, of a routine that holds it as ``model``.
-
-    Args:
-        run: folder that holds the checkpoint, at any depth.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """The network of a run's newest ``last.ckpt``, of a routine that holds it as ``model``."""
     found = sorted(run.rglob("last*.ckpt"), key=lambda p: p.stat().st_mtime)
     if not found:
         raise FileNotFoundError(f"{run} holds no last.ckpt: fit with the callback LastCheckpoint")
@@ -66,9 +39,7 @@ def last_weights(run: Path) -> dict[str, Tensor]:
 def _rows(run: Path) -> Iterator[dict[str, str]]:
     files = sorted(run.rglob("metrics.csv"), key=lambda p: p.stat().st_mtime)
     if not files:
-        raise FileNotFoundError(
-            f"{run} holds no metrics.csv: give the run a CSVLogger whose save_dir is that folder (or its default)"
-        )
+        raise FileNotFoundError(f"{run} holds no metrics.csv: give the run a CSVLogger whose save_dir is that folder")
     for file in files:
         with file.open(newline="", encoding="utf-8") as lines:
             yield from csv.DictReader(lines)

@@ -35,12 +35,7 @@ class OneLineParser(ArgumentParser):
 
 
 def in_one_line(message: str, parser: argparse.ArgumentParser) -> str:
-    """The cause in a message of jsonargparse, which shows it within all that was tried, and the nearest name.
-
-    Args:
-        message: the message of jsonargparse.
-        parser: that gave it, for the names of its options.
-    """
+    """The cause in a message of a parser of jsonargparse, and the nearest name."""
     if found := _OPTION.search(message):
         path, option = found.groups()
         return f"{path.rpartition('.')[2]} has no argument {option!r}{_nearest(option, _arguments(path))}"

@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Fully connected ReLU network on flattened inputs (784-512-10 in arXiv 2401.00611).
-
-    Args:
-        in_features: number of inputs after flattening.
-        num_classes: number of outputs.
-        hidden: widths of the hidden layers.
-    """
+    """Fully connected ReLU network on flattened inputs, with hidden layers of the given widths."""
 
     def __init__(self, in_features: int, num_classes: int, hidden: Sequence[int] = (128,)) -> None:
         super().__init__()

@@ -1,16 +1,17 @@
-"""What a command that trains no network has found: numbers, a line, tables."""
+"""What a command that trains no network has found: numbers, a line, tables; and the parts of it, kept one by one."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from tu_symmetry.files import read_json, write_json
-from tu_symmetry.reporting.grid import Grid, write_grids
+from tu_symmetry.files import FileError, digest_of, read_json, write_json
+from tu_symmetry.reporting.grid import Grid
 
 RESULTS = "results.json"
 
@@ -30,28 +31,60 @@ class Outcome:
         self.tables = tuple(tables)
 
     def save(self, folder: str | Path) -> None:
-        """Write ``results.json``, sealed, and every table as CSV and LaTeX, each whole or not at all."""
+        """Write ``results.json``, sealed, whole or not at all."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         tables = [grid.to_dict() for grid in self.tables]
         content = {"results": self.results, "headline": self.headline, "tables": tables}
-        write_grids(Path(folder), self.tables)
         write_json(Path(folder) / RESULTS, content, seal=True)
 
     @classmethod
     def load(cls, folder: str | Path) -> Outcome:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FileError: a file that was changed or damaged.
-            OSError: no such file: the command that makes it has not been run, or wrote elsewhere.
-        """
+        """Read what :meth:`save` wrote."""
         content, _ = read_json(Path(folder) / RESULTS)
         return cls(content["results"], content["headline"], [Grid(**grid) for grid in content["tables"]])
 
 
+class Parts:
+    """A folder of results, each in a sealed file of its own as soon as it is made: a command that was cut resumes.
+
+    A part that was made from something else (options, networks, data) is an error, and stays as it is.
+
+    Args:
+        folder: the folder of the parts; made when the first one is kept.
+        made_from: everything that the parts depend on, as JSON can hold it (of tensors :func:`digest_tensors`).
+    """
+
+    def __init__(self, folder: Path, made_from: Any) -> None:
+        self.folder = folder
+        self.key = digest_of(plain(made_from))
+
+    def path(self, name: str) -> Path:
+        """The file of a part; slashes in its name become dashes."""
+        return self.folder / f"{name.replace('/', '-')}.json"
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Those of the parts that are still to be made."""
+        return [name for name in names if not self.path(name).exists()]
+
+    def take(self, name: str, make: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+        """The part, made by ``make(*arguments)`` and kept if it is not there."""
+        path = self.path(name)
+        if not path.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"made_from": self.key, "part": plain(make(*arguments))}, seal=True)
+        content, _ = read_json(path)
+        if content.get("made_from") != self.key:
+            raise FileError(
+                f"{path} was made with other options, or from other networks or data: move {self.folder} away, or "
+                "write to another folder (out)"
+            )
+        part: dict[str, Any] = content["part"]
+        return part
+
+
 def plain(value: Any) -> Any:
     """Results as JSON can hold them: tensors become lists, numbers that are not finite become None."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return plain(value.tolist())
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
@@ -60,3 +93,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def digest_tensors(*tensors: Tensor) -> str:
+    """Digest of the shapes, dtypes and contents of tensors, in their order."""
+    digest = hashlib.sha256()
+    for t in tensors:
+        held = t.detach().cpu().contiguous()
+        digest.update(f"{tuple(held.shape)} {held.dtype} ".encode())
+        digest.update(held.numpy().tobytes())
+    return digest.hexdigest()

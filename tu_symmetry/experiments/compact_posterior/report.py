@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from statistics import fmean
 
 from tu_symmetry import plot
 from tu_symmetry.alignment.barrier import LossBarrier
-from tu_symmetry.experiments.compact_posterior.sources import Q_D, Q_R, SAMPLES, Runs
+from tu_symmetry.experiments.compact_posterior.posteriors import Runs
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import Report
+from tu_symmetry.tables.report import Found, Report, table
 
 COLUMNS = {
     "hmc/sample": "HMC\nsample",
@@ -29,62 +26,108 @@ COLUMNS = {
     "vi/q": "VI\nq",
 }
 ROWS = {
-    "agreement": "agreement with HMC ↑",
-    "tv": "TV to HMC ↓",
-    "accuracy": "samples' accuracy % ↑",
-    "mean_accuracy": "means' accuracy % ↑",
+    "agreement with HMC ↑\npaper": "agreement",
+    "TV to HMC ↓\npaper": "tv",
+    "samples' accuracy % ↑\npaper": "accuracy",
+    "means' accuracy % ↑\npaper": "mean_accuracy",
+}
+PANELS = {
+    "samples": "Samples, own σ",
+    "ensemble mean": "Mean of the ensemble's $q_r$",
+    "single networks": "Single networks",
 }
 
 
 def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, interpolation: Path) -> Outcome:
-    """Write ``report.md`` and its plots from what the other commands of the table have left in their folders.
-
-    Args:
-        out: folder of the report.
-        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note and the paper's numbers.
-        runs: the folders of the chain, the ensemble and variational inference.
-        comparison: folder of :func:`~tu_symmetry.experiments.compact_posterior.compare`.
-        pruning: folder of :func:`~tu_symmetry.experiments.compact_posterior.prune`.
-        interpolation: folder of :func:`~tu_symmetry.experiments.compact_posterior.interpolate`.
-    """
-    report = Report(out, recipe)
-    compared, paths = Outcome.load(comparison).results, Outcome.load(interpolation).results
-    pruned = Outcome.load(pruning).results
-    report.add(main_table(compared, report.table.paper, report.table.title), alignment_table(runs, paths))
-    report.add(chain_table(runs))
-    title = "## Standard deviations before and after alignment"
-    report.figure("sigma", draw_sigmas, runs, alt="sigma histograms", before=title)
-    report.figure(
+    """Write ``report.md`` and its plots from what the other commands of the table have left in their folders."""
+    page = Report(out, recipe)
+    compared, pruned, paths = (Outcome.load(folder).results for folder in (comparison, pruning, interpolation))
+    page.add(main_table(compared, page.table.paper, page.table.title), alignment_table(runs, paths), chain_table(runs))
+    page.figure(
+        "sigma", draw_sigmas, runs, title="Standard deviations before and after alignment", alt="sigma histograms"
+    )
+    page.figure(
         "pruning",
         draw_pruning,
-        pruned["keep"],
-        pruned["curves"],
-        before="## Accuracy against pruning level",
+        pruned,
+        title="Accuracy against pruning level",
         after="Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are "
         "matched to the ensemble's mean first.",
     )
-    pairs = len(paths["ensemble/before"]["loss"])
-    report.figure(
-        "interpolation",
-        draw_interpolation,
-        paths,
-        before="## Loss along the interpolation",
-        after=f"Shaded: one standard deviation over {pairs} pairs.",
-    )
-    return report.done()
+    shaded = f"Shaded: one standard deviation over {len(paths['ensemble/before']['loss'])} pairs."
+    page.figure("interpolation", draw_interpolation, paths, title="Loss along the interpolation", after=shaded)
+    return page.done()
+
+
+def main_table(found: Found, paper: Found, title: str) -> Grid:
+    """Table 1: ours, and the paper's below."""
+    repeats, draws = found["draws"]
+
+    def cell(row: str, column: str) -> str:
+        ours, theirs = found["rows"][row].get(column), paper.get(row, {}).get(column)
+        percent = row.endswith("accuracy")
+        shown = ["–" if v is None else f"{100 * v:.2f}" if percent else f"{v:.4f}" for v in (ours, theirs)]
+        return shown[0] if ours is None and theirs is None else "\n".join(shown)
+
+    worst = 100 * max(found["spread"]["accuracy"].values(), default=0.0)
+    sets = f"means over {repeats} sets of {draws} draws; their accuracies vary by {worst:.1f} at most (std)"
+    caption = f"second lines: the paper; q: {sets if repeats > 1 else f'{draws} draws'}"
+    columns = {header: lambda row, column=column: cell(row, column) for column, header in COLUMNS.items()}
+    return table(title, ROWS, columns, caption)
+
+
+def alignment_table(runs: Runs, paths: Found) -> Grid:
+    """Transpositions, standard deviations and barriers of each alignment."""
+    rows = {}
+    for label, source in (("HMC", "hmc"), ("Ensemble", "ensemble")):
+        q_d, q_r = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
+        _, *moved = q_r.metadata["transpositions"]  # the first is the reference
+        sigmas = [float(q.sigma().double().square().mean().sqrt()) for q in (q_d, q_r)]
+        barriers = [fmean(paths[f"{source}/{when}"]["barrier"]) for when in ("before", "after")]
+        rows[label] = (moved, sigmas, barriers)
+    columns = {
+        "nets": lambda row: str(1 + len(row[0])),
+        "NoT mean": lambda row: f"{fmean(row[0]):.1f}",
+        "NoT range": lambda row: f"{min(row[0])}–{max(row[0])}",
+        "random": lambda row: f"{paths['transpositions_random']:.1f}",
+        "rms σ": lambda row: f"{row[1][0]:.3f} → {row[1][1]:.3f}",
+        "barrier": lambda row: f"{row[2][0]:.2f} → {row[2][1]:.2f}",
+    }
+    caption = "random: mean NoT of a random permutation; barrier: excess of the training loss in nats, mean over pairs"
+    return table("Alignments to the first network", rows, columns, caption)
+
+
+def chain_table(runs: Runs) -> Grid:
+    """Whether the chain is one: acceptance, effective sample sizes and split R-hat of its transitions."""
+    _, acceptance = logged_curve(runs.hmc, "hmc/acceptance")
+    rows = {
+        "transitions": str(len(acceptance)),
+        "samples stored": str(len(SampleStore.open(runs.hmc / "samples"))),
+        "acceptance rate": f"{fmean(acceptance):.3f}",
+    }
+    words = {"ess": "effective sample size", "rhat": "split R-hat"}
+    which = {"projections": "worst random projection", "projections_median": "median random projection"}
+    for name, value in sorted(last_values(runs.hmc).items()):
+        if name.startswith(("hmc/ess", "hmc/rhat")):
+            _, kind, of = name.split("/")
+            rows[f"{words[kind]}, {which.get(of, of)}"] = f"{value:.3g}"
+    return table("The HMC chain", rows, {"value": str})
 
 
 def draw_sigmas(path: Path, runs: Runs) -> None:
     """Histograms of the standard deviations of q_d and q_r."""
     sigmas = {
-        title: {"before": _sigma(run / Q_D), "after": _sigma(run / Q_R)}
-        for title, run in (("HMC", runs.hmc), ("Ensemble", runs.ensemble))
+        title: {
+            when: CompactPosterior.load(runs.posterior(f"{source}/{q}")).sigma().double().numpy()
+            for when, q in (("before", "q_d"), ("after", "q_r"))
+        }
+        for title, source in (("HMC", "hmc"), ("Ensemble", "ensemble"))
     }
     with plots.figure(path, len(sigmas)) as axes:
         plot.sigma_histograms(sigmas, ax=axes)
 
 
-def draw_interpolation(path: Path, found: Mapping[str, Any]) -> None:
+def draw_interpolation(path: Path, found: Found) -> None:
     """Losses on the segments between networks before and after alignment, a panel for each source."""
     titles = {"ensemble": "Ensemble members", "hmc": "HMC samples"}
     with plots.figure(path, len(titles)) as axes:
@@ -93,97 +136,23 @@ def draw_interpolation(path: Path, found: Mapping[str, Any]) -> None:
             for when in ("before", "after"):
                 own = found[f"{source}/{when}"]
                 pairs = zip(own["barrier"], own["loss"], strict=True)
-                lines[f"{when} alignment"] = [LossBarrier(b, found["ratios"], losses, [], []) for b, losses in pairs]
+                lines[f"{when} alignment"] = [LossBarrier(b, found["ratios"], losses, []) for b, losses in pairs]
             plot.interpolation(lines, ylabel="training loss (nats)", title=title, ax=ax)
 
 
-def draw_pruning(path: Path, keep: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
+def draw_pruning(path: Path, found: Found) -> None:
     """Accuracy against the share of weights that is kept, those of lowest sigma first (arXiv 2401.00611, Figure 5)."""
-    panels = {
-        "samples": "Samples, own σ",
-        "ensemble mean": "Mean of the ensemble's $q_r$",
-        "single networks": "Single networks",
-    }
-    methods = {"HMC": plots.ORANGE, "ensemble": plots.BLUE, "VI": plots.GREEN}
-    colors = methods | {"own σ": plots.BLUE, "HMC's σ": plots.ORANGE, "VI's σ": plots.GREEN}
+    colors = {"own σ": plots.BLUE, "HMC's σ": plots.ORANGE, "VI's σ": plots.GREEN, "random order": plots.GRAY}
+    colors |= {"HMC": plots.ORANGE, "ensemble": plots.BLUE, "VI": plots.GREEN}
+    removed = [100 * (1 - k) for k in found["keep"]]
     with plots.figure(path, 3) as axes:
-        removed = [100 * (1 - k) for k in keep]
-        for ax, (kind, title) in zip(axes, panels.items(), strict=True):
-            for name, values in curves.items():
+        for ax, (kind, title) in zip(axes, PANELS.items(), strict=True):
+            for name, values in found["curves"].items():
                 head, _, order = name.partition(", ")
-                if not (head == kind or (kind == "samples" and head.endswith(" samples"))):
-                    continue
-                label = head.removesuffix(" samples") if kind == "samples" else order
-                control = order == "random order"
-                line, mark = (":", "") if control else ("-", "o")
-                color = plots.GRAY if control else colors[label]
-                ax.plot(removed, [100 * v for v in values], label=label, color=color, linestyle=line, marker=mark)
+                if head == kind or (kind == "samples" and head.endswith(" samples")):
+                    label = head.removesuffix(" samples") if kind == "samples" else order
+                    line, mark = (":", "") if order == "random order" else ("-", "o")
+                    accuracies = [100 * v for v in values]
+                    ax.plot(removed, accuracies, label=label, color=colors[label], linestyle=line, marker=mark)
             ax.set(title=title, xlabel="weights pruned (%)", ylabel="test accuracy (%)", ylim=(0, 101), xlim=(-2, 101))
             ax.legend(loc="lower left")
-
-
-def main_table(found: Mapping[str, Any], paper: Mapping[str, Any], title: str) -> Grid:
-    """Table 1: ours, and the paper's below."""
-    rows, spread = found["rows"], found["spread"]
-    repeats, draws = found["draws"]
-
-    def cell(row: str, column: str) -> str:
-        ours, theirs = rows[row].get(column), paper.get(row, {}).get(column)
-        percent = row.endswith("accuracy")
-        shown = ["–" if v is None else f"{100 * v:.2f}" if percent else f"{v:.4f}" for v in (ours, theirs)]
-        return shown[0] if ours is None and theirs is None else "\n".join(shown)
-
-    body = [[f"{label}\npaper", *(cell(row, column) for column in COLUMNS)] for row, label in ROWS.items()]
-    worst = 100 * max(spread["accuracy"].values(), default=0.0)
-    sets = f"means over {repeats} sets of {draws} draws; their accuracies vary by {worst:.1f} at most (std)"
-    caption = f"second lines: the paper; q: {sets if repeats > 1 else f'{draws} draws'}"
-    return Grid(title, ["", *COLUMNS.values()], body, caption)
-
-
-def alignment_table(runs: Runs, paths: Mapping[str, Any]) -> Grid:
-    """Transpositions, standard deviations and barriers of each alignment."""
-    body = []
-    for label, source in (("HMC", "hmc"), ("Ensemble", "ensemble")):
-        run: Path = getattr(runs, source)
-        q_d, q_r = (CompactPosterior.load(run / name) for name in (Q_D, Q_R))
-        _, *moved = q_r.metadata["transpositions"]  # the first is the reference
-        barriers = [np.mean(paths[f"{source}/{when}"]["barrier"]) for when in ("before", "after")]
-        body.append(
-            [
-                label,
-                str(1 + len(moved)),
-                f"{np.mean(moved):.1f}",
-                f"{min(moved)}–{max(moved)}",
-                f"{paths['transpositions_random']:.1f}",
-                f"{_root_mean_square(q_d):.3f} → {_root_mean_square(q_r):.3f}",
-                f"{barriers[0]:.2f} → {barriers[1]:.2f}",
-            ]
-        )
-    header = ["", "nets", "NoT mean", "NoT range", "random", "rms σ", "barrier"]
-    caption = "random: mean NoT of a random permutation; barrier: excess of the training loss in nats, mean over pairs"
-    return Grid("Alignments to the first network", header, body, caption)
-
-
-def chain_table(runs: Runs) -> Grid:
-    """Whether the chain is one: acceptance, effective sample sizes and split R-hat of its transitions."""
-    _, acceptance = logged_curve(runs.hmc, "hmc/acceptance")
-    last = {name: value for name, value in last_values(runs.hmc).items() if name.startswith(("hmc/ess", "hmc/rhat"))}
-    words = {"ess": "effective sample size", "rhat": "split R-hat"}
-    body = [
-        ["transitions", str(len(acceptance))],
-        ["samples stored", str(len(SampleStore.open(runs.hmc / SAMPLES)))],
-        ["acceptance rate", f"{np.mean(acceptance):.3f}"],
-    ]
-    for name, value in sorted(last.items()):
-        _, kind, of = name.split("/")
-        which = {"projections": "worst random projection", "projections_median": "median random projection"}
-        body.append([f"{words[kind]}, {which.get(of, of)}", f"{value:.3g}"])
-    return Grid("The HMC chain", ["", "value"], body)
-
-
-def _root_mean_square(q: CompactPosterior) -> float:
-    return float(q.sigma().double().square().mean().sqrt())
-
-
-def _sigma(path: Path) -> np.ndarray:
-    return np.asarray(CompactPosterior.load(path).sigma().double())

@@ -6,9 +6,8 @@ permutation does training keep, and how do the distance and the loss barrier bet
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +17,17 @@ from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import interpolate, loss_barrier
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.experiments.study import Study
+from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.files import FileError, new_folder, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid, measured
-from tu_symmetry.reporting.progress import Display
+from tu_symmetry.reporting.grid import measured
 from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.tables.outcome import RESULTS, Outcome
-from tu_symmetry.tables.report import Report
-
-INITIAL = "initial"
+from tu_symmetry.tables.report import Found, Report, table
 
 
 def make_pairs(
@@ -46,20 +42,12 @@ def make_pairs(
     """Initialize networks, and permute each by different numbers of transpositions.
 
     Args:
-        out: folder of the results, and of the sample store ``initial/``: for each run (chain) the initialization, and
-            ``counts`` copies of it.
-        model: the architecture, with one hidden layer; its own weights do not matter.
-        data: the symmetries are found with inputs of its training set.
+        out: gets the sample store ``initial/``: for each run (chain) the initialization, and ``counts`` copies of it.
+        model: the architecture, with one hidden layer.
         counts: how many different numbers of transpositions, evenly spaced from 1 to width - 1.
         runs: independent initializations.
-        seed: the seed of the initializations and permutations.
-        device: ``cpu``, ``cuda``, or ``auto``.
-
-    Raises:
-        ValueError: a model with another number of hidden layers.
-        FileExistsError: ``out`` holds finished initial states already (those of a call that was cut are made again).
     """
-    folder = out / INITIAL
+    folder = out / "initial"
     if (out / RESULTS).exists() and folder.is_dir() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: move it away, or give another folder")
     study = Study(model, data, device, seed)
@@ -74,11 +62,8 @@ def make_pairs(
         store = SampleStore.create(made, architecture=type(model).__name__, method="permuted_copies", seed=seed)
         for run in range(runs):
             start = initialized(model, derived_seed(seed, 1, run)).state_dict()
-            copies = [start]
-            for count in wanted:
-                p = {group.name: permutation_with_count(group.size, count, generator)}
-                assert transposition_count(p) == count
-                copies.append(apply_permutation(graph, p, start))
+            permutations = [{group.name: permutation_with_count(group.size, count, generator)} for count in wanted]
+            copies = [start, *(apply_permutation(graph, p, start) for p in permutations)]
             stack = {name: torch.stack([c[name] for c in copies]).cpu() for name in start}
             store.append(stack, chain=run, step=range(len(copies)))
         remove_folder(folder)
@@ -91,9 +76,6 @@ def permutation_with_count(size: int, count: int, generator: torch.Generator) ->
     """A random permutation that takes exactly ``count`` transpositions, LongTensor ``[size]``.
 
     Swaps of elements from different cycles merge the cycles, so each of them raises the number by exactly one.
-
-    Raises:
-        ValueError: a count that no permutation of this size takes.
     """
     if not 0 <= count < size:
         raise ValueError(f"a permutation of {size} takes 0 to {size - 1} transpositions, not {count}")
@@ -119,16 +101,8 @@ def match_pairs(
     """Match every trained copy to its trained original: NoT, squared distance, barrier, and NoT along the last path.
 
     Args:
-        out: folder of the results.
-        model: the architecture.
-        data: units are matched and losses taken on its training set.
         pairs: folder of :func:`make_pairs`.
-        samples: folder of the trained networks, in the order of the initial ones.
         points: points on each interpolation, both ends included.
-        device: ``cpu``, ``cuda``, or ``auto``.
-
-    Raises:
-        FileError: another number of trained networks than of initial ones.
     """
     study = Study(model, data, device)
     made = Outcome.load(pairs).results
@@ -138,36 +112,24 @@ def match_pairs(
         raise FileError(f"{samples} holds {len(store)} networks, but {pairs} has {made['networks']} initial ones")
     trained = {k: t.unflatten(0, (runs, 1 + len(initial))) for k, t in store.load(device=study.device).items()}
     keys = ("transpositions", "distance", "distance_unmatched", "barrier", "barrier_unmatched")
-    panels: dict[str, list[list[float]]] = {key: [] for key in keys}
+    panels: dict[str, list[list[float]]] = {key: [[] for _ in range(runs)] for key in keys}
     ratios = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
     walks = []
-
-    def measure(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[float, float]:
-        return (
-            weight_distance(study.graph, a, b) ** 2,
-            loss_barrier(study.model, a, b, study.train, cross_entropy, points=points).barrier,
-        )
 
     def match(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
         return activation_matching(study.graph, study.model, a, b, study.train).permutation
 
-    with Display().track("matching", runs * len(initial)) as tracker:
-        for r, run in enumerate(unstack(trained)):
-            first, *others = unstack(run)
-            row: dict[str, list[float]] = {key: [] for key in keys}
-            for i, other in enumerate(others):
-                p = match(first, other)
-                matched = measure(first, apply_permutation(study.graph, p, other))
-                for name, values in (("", matched), ("_unmatched", measure(first, other))):
-                    row[f"distance{name}"].append(values[0])
-                    row[f"barrier{name}"].append(values[1])
-                row["transpositions"].append(transposition_count(p))
-                tracker.update(r * len(initial) + i + 1)
-            for key in keys:
-                panels[key].append(row[key])
-            walks.append([transposition_count(match(first, interpolate(first, others[-1], t))) for t in ratios])
-    found = panels["transpositions"]
-    ends = [sum(c[i] for c in found) / len(found) for i in (0, -1)]
+    for r, run in tracked("matching", list(enumerate(unstack(trained)))):
+        first, *others = unstack(run)
+        for other in others:
+            p = match(first, other)
+            panels["transpositions"][r].append(transposition_count(p))
+            for name, state in (("", apply_permutation(study.graph, p, other)), ("_unmatched", other)):
+                path = loss_barrier(study.model, first, state, study.train, cross_entropy, points=points)
+                panels[f"distance{name}"][r].append(weight_distance(study.graph, first, state) ** 2)
+                panels[f"barrier{name}"][r].append(path.barrier)
+        walks.append([transposition_count(match(first, interpolate(first, others[-1], t))) for t in ratios])
+    ends = [fmean(run[i] for run in panels["transpositions"]) for i in (0, -1)]
     return Outcome(
         {"initial": initial, "panels": panels, "walk": {"ratios": ratios, "transpositions": walks}},
         f"NoT {initial[0]} → {ends[0]:.1f}, {initial[-1]} → {ends[1]:.1f}",
@@ -175,50 +137,29 @@ def match_pairs(
 
 
 def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
-    """Write ``report.md`` with the figure and its numbers.
-
-    Args:
-        out: folder of the report.
-        recipe: folder or name of the recipe, whose ``table.yaml`` holds title and note.
-        matching: folder of :func:`match_pairs`.
-    """
-    report, found = Report(out, recipe), Outcome.load(matching).results
-    panels = found["panels"]
+    """Write ``report.md`` with the figure and its numbers, from the folder of :func:`match_pairs`."""
+    page, found = Report(out, recipe), Outcome.load(matching).results
 
     def cell(key: str, i: int, form: str) -> str:
-        return measured([run[i] for run in panels[key]], form, error=False)
+        return measured([run[i] for run in found["panels"][key]], form, error=False)
 
-    rows = [
-        [
-            str(count),
-            cell("transpositions", i, ".1f"),
-            f"{cell('distance_unmatched', i, '.1f')}\n{cell('distance', i, '.1f')}",
-            f"{cell('barrier_unmatched', i, '.2g')}\n{cell('barrier', i, '.2g')}",
-        ]
-        for i, count in enumerate(found["initial"])
-    ]
-    header = ["NoT at initialization", "NoT after training", "squared distance", "barrier (nats)"]
+    columns = {
+        "NoT after training": lambda i: cell("transpositions", i, ".1f"),
+        "squared distance": lambda i: f"{cell('distance_unmatched', i, '.1f')}\n{cell('distance', i, '.1f')}",
+        "barrier (nats)": lambda i: f"{cell('barrier_unmatched', i, '.2g')}\n{cell('barrier', i, '.2g')}",
+    }
+    rows = {str(count): i for i, count in enumerate(found["initial"])}
     caption = "second line: after activation matching; ± one standard deviation over runs"
-    report.add(Grid(report.table.title, header, rows, caption), heading=False)
-    report.figure("transpositions", draw_transpositions, found["initial"], panels, found["walk"])
-    return report.done()
+    page.add(table(page.table.title, rows, columns, caption, "NoT at initialization"), heading=False)
+    page.figure("transpositions", draw_transpositions, found)
+    return page.done()
 
 
-def draw_transpositions(
-    path: Path, initial: Sequence[float], panels: Mapping[str, Any], walk: Mapping[str, Any]
-) -> None:
-    """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation.
-
-    Args:
-        path: the path of the PNG.
-        initial: NoT applied to the initialization, ``[k]``.
-        panels: ``transpositions``, ``distance`` and ``distance_unmatched``, ``barrier`` and ``barrier_unmatched``,
-            each ``[runs, k]``.
-        walk: ``ratios`` ``[m]`` and ``transpositions`` ``[runs, m]``.
-    """
+def draw_transpositions(path: Path, found: Found) -> None:
+    """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation."""
+    initial, panels, walk = found["initial"], found["panels"], found["walk"]
     with plots.figure(path, 4, width=3.1) as axes:
-        largest = max(initial)
-        axes[0].plot([0, largest], [0, largest], color=plots.GRAY, linestyle=":", label="unchanged")
+        axes[0].plot([0, max(initial)], [0, max(initial)], color=plots.GRAY, linestyle=":", label="unchanged")
         plots.band(axes[0], initial, panels["transpositions"], plots.BLUE, "found by matching")
         axes[0].set(title="NoT after training", xlabel="NoT at initialization", ylabel="NoT")
         for ax, key, title, unit in (
@@ -230,8 +171,7 @@ def draw_transpositions(
             ax.set(title=title, xlabel="NoT at initialization", ylabel=unit)
             ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
         plots.band(axes[3], walk["ratios"], walk["transpositions"], plots.BLUE, None)
-        axes[3].set(
-            title="NoT along the interpolation", xlabel=r"interpolation $\lambda$", ylabel="NoT to $W_0$", xlim=(0, 1)
-        )
+        label = r"interpolation $\lambda$"
+        axes[3].set(title="NoT along the interpolation", xlabel=label, ylabel="NoT to $W_0$", xlim=(0, 1))
         for ax in axes[:3]:
             ax.legend(loc="best")

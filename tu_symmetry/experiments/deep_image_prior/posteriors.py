@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.dual.evidence import DualOptimizer
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
 from tu_symmetry.laplace.dual.observation import LinearObservation
 from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
+from tu_symmetry.laplace.dual.sampled import SampledEvidence
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
 from tu_symmetry.tables.outcome import Outcome
 
@@ -46,9 +48,8 @@ def unet_priors(model: UNet) -> tuple[StructuredPrior, ...]:
     stages: dict[str, Any] = {"inc": model.inc}
     stages |= {f"down_{i}": stage for i, stage in enumerate(model.down)}
     stages |= {f"up_{i}": stage.conv for i, stage in enumerate(model.up)}
-    thin: dict[str, Any] = {f"skip_{i}": stage.skip for i, stage in enumerate(model.up) if stage.used} | {
-        "outc": model.outc
-    }
+    thin: dict[str, Any] = {f"skip_{i}": stage.skip for i, stage in enumerate(model.up) if stage.used}
+    thin["outc"] = model.outc
     names = {id(p): name for name, p in model.named_parameters()}
 
     def weights(stage: nn.Module) -> tuple[str, ...]:
@@ -70,34 +71,44 @@ def one_problem(found: Reconstructions, index: int, model: nn.Module) -> tuple[n
     return own.double().eval(), x, operator, problem.measurements[index, :count].double()
 
 
-@dataclass
+def _require_unet(model: nn.Module) -> None:
+    if not isinstance(model, UNet):
+        raise TypeError(f"model is a {type(model).__name__}; the prior's blocks are those of a UNet")
+
+
+def _hyperpriors(
+    found: Reconstructions, index: int, count: int, tv_weight: float | dict[int, float] | None, scale: float
+) -> dict[str, TotalVariation | None]:
+    """Row to its hyperprior: none, and TV-PredCP in both readings of its Jacobian's weight."""
+    ways: dict[str, TotalVariation | None] = {EVIDENCE: None}
+    if tv_weight is None:
+        return ways
+    weight = tv_weight[int(found.problem.num_angles[index])] if isinstance(tv_weight, dict) else tv_weight
+    rate, (height, width) = scale * count * weight, found.images.shape[-2:]
+    shape = (int(height), int(width))
+    return ways | {TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
+
+
 class _Rows:
     """What is kept for the table and the figures."""
 
-    entries: list[dict[str, Any]]
-    arrays: dict[str, Tensor]
+    def __init__(self, found: Reconstructions) -> None:
+        self.found = found
+        self.entries: list[dict[str, Any]] = []
+        self.arrays: dict[str, Tensor] = {}
+        self.histories: dict[str, dict[str, list[float]]] = {}
+        self.hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
 
-    def add(
-        self,
-        row: str,
-        found: Reconstructions,
-        index: int,
-        mean: Tensor,
-        covariance: Tensor,
-        extra: float,
-        **further: Any,
-    ) -> None:
+    def add(self, row: str, index: int, mean: Tensor, covariance: Tensor, extra: float, **further: Any) -> None:
         """Score one image: log-likelihood a pixel, PSNR, SSIM, and the normalized errors for the calibration."""
-        problem = found.problem
+        problem = self.found.problem
         truth = problem.truth[index : index + 1].double()
         mean, covariance = mean.cpu(), covariance.cpu()
         error = (truth - mean.view(truth.shape)).reshape(-1)
         density = gaussian_log_density(error, covariance, extra) / error.numel()
         psnr, ssim = image_quality(mean.view(truth.shape), truth)
         deviation = (covariance.diagonal().clamp(min=0) + extra).sqrt()
-        key = f"{index}.{ROWS.index(row)}"
-        self.arrays[f"{key}.mean"] = mean.view(truth.shape[1:]).float()
-        self.arrays[f"{key}.deviation"] = deviation.view(truth.shape[1:]).float()
+        self.keep(row, index, mean=mean.view(truth.shape[1:]), deviation=deviation.view(truth.shape[1:]))
         self.entries.append(
             {
                 "row": row,
@@ -113,9 +124,17 @@ class _Rows:
             }
         )
 
+    def keep(self, row: str, index: int, **images: Tensor) -> None:
+        for what, image in images.items():
+            self.arrays[f"{index}.{ROWS.index(row)}.{what}"] = image.float().cpu().contiguous()
+
+    def fitted(self, row: str, index: int, history: list[float], hyperparameters: dict[str, float]) -> None:
+        self.histories.setdefault(row, {})[str(index)] = history
+        self.hyperparameters.setdefault(row, {})[str(index)] = hyperparameters
+
     def save(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
-        write_safetensors(out / ARRAYS, {name: t.contiguous() for name, t in self.arrays.items()}, {})
+        write_safetensors(out / ARRAYS, self.arrays, {})
 
 
 def linearized_posterior(
@@ -131,97 +150,71 @@ def linearized_posterior(
     joint: bool = False,
     device: str = "auto",
 ) -> Outcome:
-    """Linearized Laplace of every reconstruction, and the rows that need its noise variance.
+    """Linearized Laplace of every reconstruction, and the rows that need its noise variance; all in float64.
 
     Args:
-        out: folder for ``results.json`` and the images.
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
         model: the architecture, a :class:`UNet`.
         tv_weight: weight of the training, one for all or number of angles to weight: the rate of the hyperprior is
             ``predcp_scale * measurements * tv_weight``.
-        predcp_scale: see ``tv_weight``.
         optimizer: optimizer of the evidence.
         num_steps: steps of Adam; the most of L-BFGS-B.
-        lr: learning rate of Adam.
         num_samples: posterior and prior samples that are kept for the figures.
         joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
             rows take it at the trained weights), the column U-Net of that paper's Table 1.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one; all is computed in float64.
     """
-    if not isinstance(model, UNet):
-        raise TypeError(f"model is a {type(model).__name__}; the prior's blocks are those of a UNet")
+    _require_unet(model)
     found, on = Reconstructions.load(reconstructions), chosen_device(device)
-    rows = _Rows([], {})
-    histories: dict[str, dict[str, list[float]]] = {}
-    hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
+    rows = _Rows(found)
     timings: list[dict[str, float]] = []
     for index in range(len(found)):
         network, x, operator, y = one_problem(found, index, model)
-        assert isinstance(network, UNet)
         size = operator.shape[1]
         noise_gain = LinearObservation(operator).pseudo_inverse_variance(size, RANK)
         network, x, y = network.to(on), x.to(on), y.to(on)
-        observation = LinearObservation(operator.to(on))
         started = time.perf_counter()
-        la = DualLaplace(
-            network, structured=unet_priors(network), prior=None, observation=observation, evaluate_at="map"
-        )
+        priors, observation = unet_priors(network), LinearObservation(operator.to(on))  # type: ignore[arg-type]
+        la = DualLaplace(network, structured=priors, prior=None, observation=observation, evaluate_at="map")
         la.fit([(x, y.unsqueeze(0))])
         fitted = time.perf_counter()
         start, none = la.phi, torch.zeros(size, size, dtype=torch.float64, device="cpu")
         mean = la.statistics.outputs
-        weight = tv_weight[int(found.problem.num_angles[index])] if isinstance(tv_weight, dict) else tv_weight
-        rate = predcp_scale * len(y) * weight
-        shape = tuple(found.images.shape[-2:])
-        hyperpriors = {EVIDENCE: None, TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
+        hyperpriors = _hyperpriors(found, index, len(y), tv_weight, predcp_scale)
         ways = {row: (la, hyperprior) for row, hyperprior in hyperpriors.items()}
         if joint:
             ways[JOINT] = la.evaluated_at("tangent_mode"), None
-        rows.add(DIP, found, index, mean, none, noise_gain + JITTER)
+        rows.add(DIP, index, mean, none, noise_gain + JITTER)
         for row, (la, hyperprior) in ways.items():
             la.phi = start
             result = la.optimize_evidence(hyperprior=hyperprior, optimizer=optimizer, num_steps=num_steps, lr=lr)
-            extra = la.noise_variance * noise_gain + JITTER
+            noise = la.noise_variance
+            extra = noise * noise_gain + JITTER
             if row == EVIDENCE:
-                rows.add(DIP_FITTED, found, index, mean, none, extra, noise_variance=la.noise_variance)
-            rows.add(
-                row,
-                found,
-                index,
-                mean,
-                la.predictive().covariance,
-                extra,
-                noise_variance=la.noise_variance,
-                log_evidence=la.log_marginal_likelihood(),
-                converged=result.converged,
-                evaluations=len(result.history),
-            )
-            histories.setdefault(row, {})[str(index)] = result.history
-            hyperparameters.setdefault(row, {})[str(index)] = la.hyperparameters
-            key = f"{index}.{ROWS.index(row)}"
-            rows.arrays[f"{key}.samples"] = la.function_samples(None, num_samples)[:, 0].float().cpu()
-            rows.arrays[f"{key}.prior"] = la.function_samples(None, num_samples, prior=True)[:, 0].float().cpu()
+                rows.add(DIP_FITTED, index, mean, none, extra, noise_variance=noise)
+            facts = {"noise_variance": noise, "log_evidence": la.log_marginal_likelihood()}
+            facts |= {"converged": result.converged, "evaluations": len(result.history)}
+            rows.add(row, index, mean, la.predictive().covariance, extra, **facts)
+            rows.fitted(row, index, result.history, la.hyperparameters)
+            rows.keep(row, index, samples=la.function_samples(None, num_samples)[:, 0])
+            rows.keep(row, index, prior=la.function_samples(None, num_samples, prior=True)[:, 0])
         timings.append({"jacobian": fitted - started, "evidence": time.perf_counter() - fitted})
     rows.save(out)
     spent = sum(t["jacobian"] + t["evidence"] for t in timings)
     content = {
         "rows": rows.entries,
-        "histories": histories,
-        "hyperparameters": hyperparameters,
+        "histories": rows.histories,
+        "hyperparameters": rows.hyperparameters,
         "seconds": timings,
-        "true_noise_variance": _true_noise(found),
+        "true_noise_variance": [_true_noise(found, index) for index in range(len(found))],
     }
     return Outcome(content, f"{len(found)} posteriors in {spent:.0f} s")
 
 
-def _true_noise(found: Reconstructions) -> list[float]:
-    """The variance that the measurements were simulated with."""
-    problem, values = found.problem, []
-    for index in range(len(found)):
-        count = int(problem.counts[index])
-        clean = problem.operator[index, :count].double() @ problem.truth[index].double().reshape(-1)
-        values.append(float((problem.noise[index] * clean.abs().mean()) ** 2))
-    return values
+def _true_noise(found: Reconstructions, index: int) -> float:
+    """The variance that the measurements of one problem were simulated with."""
+    problem, count = found.problem, int(found.problem.counts[index])
+    clean = problem.operator[index, :count].double() @ problem.truth[index].double().reshape(-1)
+    return float((problem.noise[index] * clean.abs().mean()) ** 2)
 
 
 def dropout_posterior(
@@ -236,22 +229,16 @@ def dropout_posterior(
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
     Args:
-        out: folder for ``results.json`` and the images.
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine` of a network with dropout.
-        model: that architecture.
         num_samples: random masks; more than the image has pixels, for a covariance of full rank.
         batch_size: masks at a time.
         seed: seed of the masks, which are others on another kind of device.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Raises:
-        ValueError: fewer masks than pixels, a network without dropout.
     """
     found, on = Reconstructions.load(reconstructions), chosen_device(device)
     size = found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
-    rows = _Rows([], {})
+    rows = _Rows(found)
     for index in range(len(found)):
         network, x, operator, _ = one_problem(found, index, model)
         network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
@@ -268,8 +255,125 @@ def dropout_posterior(
         centered = samples - mean
         covariance = centered.mT @ centered / (num_samples - 1)
         gain = LinearObservation(operator).pseudo_inverse_variance(size, RANK)
-        rows.add(DROPOUT, found, index, mean, covariance, gain + JITTER, mean_deviation=math.sqrt(gain))
-        shown = samples[:3].view(-1, *found.images.shape[1:])
-        rows.arrays[f"{index}.{ROWS.index(DROPOUT)}.samples"] = shown.float().cpu()
+        rows.add(DROPOUT, index, mean, covariance, gain + JITTER, mean_deviation=math.sqrt(gain))
+        rows.keep(DROPOUT, index, samples=samples[:3].view(-1, *found.images.shape[1:]))
     rows.save(out)
     return Outcome({"rows": rows.entries}, f"{len(found)} posteriors of {num_samples} masks")
+
+
+def sampled_posterior(
+    out: Path,
+    reconstructions: Path,
+    model: nn.Module,
+    num_steps: int = 3000,
+    lr: float = 0.01,
+    decay_every: int = 1000,
+    num_probes: int = 10,
+    rank: int = 200,
+    refresh_every: int = 100,
+    max_iterations: int = 50,
+    num_samples: int = 4096,
+    patches: Sequence[int] = (1, 2, 10),
+    double: bool = True,
+    tv_weight: float | dict[int, float] | None = None,
+    predcp_scale: float = 1.0,
+    hyperprior_probes: int = 20,
+    device: str = "auto",
+) -> Outcome:
+    """The posterior of images that no dense kernel fits: evidence by stochastic gradients, a Gaussian of patches.
+
+    Args:
+        reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
+        model: the architecture, a :class:`UNet`.
+        num_steps: steps of Adam.
+        decay_every: steps after which its learning rate is halved.
+        num_probes: random signs of a gradient.
+        rank: rank of the preconditioner.
+        refresh_every: steps after which it is made anew.
+        max_iterations: most iterations of conjugate gradients.
+        num_samples: posterior samples of the image.
+        patches: sides of the square patches that are scored; pixels of different patches are independent.
+        double: whether to compute in float64.
+        tv_weight: as for :func:`linearized_posterior`; None for the evidence alone.
+        hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
+    """
+    _require_unet(model)
+    if max(patches) ** 2 >= num_samples:
+        raise ValueError(
+            f"{num_samples} samples give a singular covariance of patches of {max(patches)} x {max(patches)}"
+        )
+    found, on = Reconstructions.load(reconstructions), chosen_device(device)
+    dtype = torch.float64 if double else torch.float32
+    rows = _Rows(found)
+    for index in range(len(found)):
+        network, x, operator, y = one_problem(found, index, model)
+        network = network.to(on, dtype)
+        shapes = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        priors = [prior.resolve(shapes) for prior in unet_priors(network)]  # type: ignore[arg-type]
+        taken = {name for prior in priors for name in prior.parameters}
+        tangent = FlatTangentModel(network, [name for name in shapes if name in taken])
+        observed = ObservedTangent(tangent, [x.to(on, dtype)], LinearObservation(operator.to(on, dtype)))
+        options: dict[str, Any] = {"rank": rank, "tolerance": 1e-3, "max_iterations": max_iterations}
+        evidence = SampledEvidence(observed, priors, y, num_samples=num_probes, **options)
+        truth = found.problem.truth[index].double()
+        gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
+        gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
+        mean = observed.base.double().cpu()
+        psnr, ssim = image_quality(mean.view(1, *truth.shape), truth.unsqueeze(0))
+        names = {p.name: p.hyperparameters for p in priors}
+        for row, hyperprior in _hyperpriors(found, index, len(y), tv_weight, predcp_scale).items():
+            result = evidence.adam(
+                noise_variance=1.0,
+                num_steps=num_steps,
+                lr=lr,
+                decay_every=decay_every,
+                refresh_every=refresh_every,
+                hyperprior=hyperprior,
+                hyperprior_probes=hyperprior_probes,
+            )
+            phi, noise = result.phi, result.noise_variance
+            preconditioner = evidence.preconditioner(phi, noise)
+            drawn = []
+            for start in range(0, num_samples, 16):
+                count = min(16, num_samples - start)
+                zeta = evidence.samples(phi, noise, count=count, seed=start + 1, preconditioner=preconditioner)[0]
+                drawn.append(observed.unobserved(zeta).double().cpu())
+            samples = torch.cat(drawn)
+            error = (truth.reshape(-1) - mean).view(truth.shape)
+            for side in patches:
+                density = patch_log_density(error, samples, side, noise * gain + JITTER)
+                facts = {"row": row, "problem": index, "patch": side, "log_likelihood": density}
+                quality = {"psnr": float(psnr[0]), "ssim": float(ssim[0]), "noise_variance": noise}
+                rows.entries.append(facts | quality)
+            deviation = samples.square().mean(0).sqrt().view(truth.shape)
+            rows.keep(row, index, deviation=deviation, mean=mean.view(truth.shape))
+            hyperparameters = {
+                f"{name}.{what}": math.exp(value)
+                for name, own in phi.items()
+                for what, value in zip(names[name], own.tolist(), strict=True)
+            } | {"noise_variance": noise}
+            rows.fitted(row, index, [entry["noise_variance"] for entry in result.history], hyperparameters)
+    rows.save(out)
+    content = {"rows": rows.entries, "hyperparameters": rows.hyperparameters, "noise_variances": rows.histories}
+    return Outcome(content, f"{len(found)} posteriors by {num_samples} samples each")
+
+
+def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance: float) -> float:
+    """Log density a pixel (nats) of an image under Gaussians of its patches, with the samples' covariances.
+
+    Args:
+        error: truth less mean, ``[1, height, width]``.
+        samples: deviations from the mean ``[samples, height * width]``.
+        side: side of the patches; those at the right and lower edge are smaller.
+        extra_variance: added to every pixel's variance.
+    """
+    _, height, width = error.shape
+    index = torch.arange(height * width, device="cpu").view(height, width)
+    total = 0.0
+    for top in range(0, height, side):
+        for left in range(0, width, side):
+            own = index[top : top + side, left : left + side].reshape(-1)
+            drawn = samples[:, own]
+            covariance = drawn.mT @ drawn / len(drawn)
+            total += gaussian_log_density(error.reshape(-1)[own], covariance, extra_variance)
+    return total / error.numel()

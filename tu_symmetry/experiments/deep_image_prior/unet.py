@@ -17,10 +17,8 @@ _GROUPS = 4
 class UNet(nn.Module):
     """Convolutions on several scales, with thin skip connections; input and output are images of one channel.
 
-    ``inc`` is a convolution, each ``down`` one with stride 2 and another, each ``up`` a bilinear upsampling, a skip
-    connection by a 1 x 1 convolution, and two convolutions; leaky ReLUs follow all but the last, a 1 x 1 convolution.
-    With two scales below, 32 channels and four skip channels it has 76,608 weights and 297 biases. A skip connection
-    of 0 channels is a channel of zeros, as in the authors' network; its convolution is unused.
+    Leaky ReLUs follow all convolutions but the last. With two scales below, 32 channels and four skip channels it has
+    76,608 weights and 297 biases. A skip connection of 0 channels is a channel of zeros, as in the authors' network.
 
     Args:
         channels: channel numbers of every scale.
@@ -28,9 +26,6 @@ class UNet(nn.Module):
         normalize: group normalization after every convolution, and of what an ``up`` gets.
         sigmoid: images in (0, 1); else the last convolution's output.
         dropout: probability of dropping whole channels after each 3 x 3 convolution; active in training mode.
-
-    Raises:
-        ValueError: another number of skip connections than of scales below the first.
     """
 
     def __init__(
@@ -97,8 +92,8 @@ class _Up(nn.Module):
         first = self.conv[0]
         if not isinstance(first, nn.Conv2d):
             return self.conv(torch.cat([x, skip], dim=1))
-        # The convolution of a concatenation is a sum of two convolutions. Stacked networks are one grouped convolution,
-        # which is fast for multiples of 16 channels alone: 32 and 4 in place of 36 take half the time on a CPU.
+        # A sum of two convolutions: stacked networks are one grouped convolution, which is fast for multiples of 16
+        # channels alone; 32 and 4 in place of 36 take half the time on a CPU.
         wide, thin = first.weight[:, : x.shape[1]], first.weight[:, x.shape[1] :]
         h = F.conv2d(x, wide, first.bias, padding=1) + F.conv2d(skip, thin, padding=1)
         return self.conv[1:](h)

@@ -1,17 +1,21 @@
 """arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization; two tables, three figures."""
 
-from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, optimize_evidence
+from tu_symmetry.experiments.linearized_laplace.evidence import (
+    Settings,
+    Trained,
+    optimize_evidence,
+    report_architectures,
+)
 from tu_symmetry.experiments.linearized_laplace.networks import CNN, FixUpResNet, PreActivationResNet, Transformer
-from tu_symmetry.experiments.linearized_laplace.reports.architectures import report_architectures
-from tu_symmetry.experiments.linearized_laplace.reports.bands import report_bands
-from tu_symmetry.experiments.linearized_laplace.reports.residual import report_residual
-from tu_symmetry.experiments.linearized_laplace.reports.rotations import report_rotations
-from tu_symmetry.experiments.linearized_laplace.reports.training import report_training
-from tu_symmetry.experiments.linearized_laplace.residual import KroneckerSettings, optimize_kronecker_evidence
-from tu_symmetry.experiments.linearized_laplace.shift import measure_rotations
-from tu_symmetry.experiments.linearized_laplace.sources import SmallIDXDataModule
-from tu_symmetry.experiments.linearized_laplace.toy import BatchNormMLP, CurveDataModule, compute_bands
-from tu_symmetry.experiments.linearized_laplace.training import measure_training
+from tu_symmetry.experiments.linearized_laplace.residual import (
+    KroneckerSettings,
+    optimize_kronecker_evidence,
+    report_residual,
+)
+from tu_symmetry.experiments.linearized_laplace.rows import SmallIDXDataModule
+from tu_symmetry.experiments.linearized_laplace.shift import measure_rotations, report_rotations
+from tu_symmetry.experiments.linearized_laplace.toy import BatchNormMLP, CurveDataModule, compute_bands, report_bands
+from tu_symmetry.experiments.linearized_laplace.training import measure_training, report_training
 
 __all__ = [
     "CNN",

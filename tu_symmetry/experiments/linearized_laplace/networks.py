@@ -16,9 +16,7 @@ from torch import Tensor, nn
 class CNN(nn.Sequential):
     """Three convolutions with BatchNorm, two of them strided, average pooling to 2 x 2, and a linear layer.
 
-    Args:
-        num_classes: number of outputs.
-        width: channels of the first convolution; the others have twice as many.
+    ``width``: channels of the first convolution; the others have twice as many.
     """
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
@@ -129,11 +127,7 @@ class _Stages(nn.Module):
 class PreActivationResNet(_Stages):
     """Residual network with normalization and ReLU before each convolution (arXiv 1603.05027).
 
-    Args:
-        num_classes: number of outputs.
-        width: channels of the first stage.
-        blocks: residual blocks in each stage.
-        stem_stride: the stride of the first convolution.
+    ``width``: channels of the first stage; ``blocks``: residual blocks in each stage.
     """
 
     def __init__(
@@ -146,12 +140,7 @@ class PreActivationResNet(_Stages):
 class FixUpResNet(_Stages):
     """Residual network without normalization, initialized by FixUp (arXiv 1901.09321).
 
-    Args:
-        num_classes: number of outputs.
-        width: channels of the first stage.
-        blocks: residual blocks in each stage.
-        stem_stride: the stride of the first convolution.
-        in_channels: the number of channels of the images.
+    ``width``: channels of the first stage; ``blocks``: residual blocks in each stage.
     """
 
     def __init__(
@@ -188,13 +177,7 @@ class _Layer(nn.Module):
 class Transformer(nn.Module):
     """Transformer on patches, with LayerNorm before each part and mean pooling.
 
-    Args:
-        num_classes: number of outputs.
-        width: the width of the tokens.
-        depth: number of layers.
-        heads: the number of heads of the attention.
-        patch: height and width of a patch; 7 makes 16 tokens of a 28 x 28 image.
-        size: height and width of the images.
+    ``patch``: height and width of a patch (7 makes 16 tokens of a 28 x 28 image); ``size``: of the images.
     """
 
     def __init__(

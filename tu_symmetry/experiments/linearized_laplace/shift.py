@@ -1,8 +1,7 @@
 """Predictions under a shift of the images: networks and their linearized Laplace on test images that are rotated.
 
-The kind of figure that the talk on arXiv 2206.08900 shows of linearized Laplace under distribution shift (there of
-another work, a ResNet-18 with cross-validated precisions), for precisions that the evidence chooses in each of the
-paper's ways.
+The kind of figure that the talk on arXiv 2206.08900 shows of linearized Laplace under distribution shift, for
+precisions that the evidence chooses in each of the paper's ways.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,35 +20,27 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.experiments.linearized_laplace.choices import NETWORK, Choice, parse_all
-from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate, groups_of
-from tu_symmetry.experiments.linearized_laplace.sources import scores
-from tu_symmetry.experiments.study import Images
-from tu_symmetry.files import digest_folder
+from tu_symmetry.experiments.linearized_laplace import rows as paper
+from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
+from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
+from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
 from tu_symmetry.laplace.report import LaplaceHurtsWarning
-from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.tables.outcome import Outcome, digest_tensors
+from tu_symmetry.tables.report import Found, Report, table
 
 CHOICES = ("map/single", "map/per_group", "tangent_mode/single", "tangent_mode/per_group")
 CALIBRATED = "/calibrated"  # behind a choice: with the temperature of the unrotated validation images
 ANGLES = tuple(range(0, 181, 30))
-DEFAULTS = Settings()
 
 
 def rotate(x: Tensor, angle: float) -> Tensor:
     """Images ``[n, channels, size, size]`` turned counterclockwise about their middle, bilinear between the pixels.
 
-    What comes from outside is black, the smallest value of the images (0, or what normalization makes of it).
-
-    Args:
-        x: square images.
-        angle: in degrees; multiples of 90 move every pixel to another one exactly.
-
-    Raises:
-        ValueError: images that are not square.
+    What comes from outside is black, the smallest value of the images. Multiples of 90 degrees move every pixel to
+    another one exactly.
     """
     if x.ndim != 4 or x.shape[-1] != x.shape[-2]:
         raise ValueError(f"images have shape {tuple(x.shape)}, and [n, channels, size, size] are rotated")
@@ -73,53 +66,34 @@ def measure_rotations(
     """Test NLL, accuracy and calibration error at every angle: of the networks, and of every choice of precisions.
 
     Each choice twice: the posterior of the evidence, and with the temperature that ``calibrate`` chooses on the
-    validation images, which are not rotated. Every row of every network is kept in ``out/parts``.
+    validation images, which are not rotated.
 
     Args:
-        out: folder of the results.
-        networks: trained networks of one architecture.
-        data: what they were trained on, with ``val_size`` images for the temperature; test images are rotated.
-        settings: how the evidence is optimized.
+        out: every row of every network is kept in its ``parts`` at once.
+        data: what the networks were trained on, with ``val_size`` images for the temperature.
         choices: ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no hyperprior.
         angles: degrees, counterclockwise.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Raises:
-        ValueError: a choice that is none, no validation images, no angle.
-        FileError: ``out`` holds parts that were made from something else.
     """
-    rows = parse_all(choices)
-    if data.val_size < 1:
-        raise ValueError("data: val_size must be at least 1, for the temperature is chosen on validation images")
+    rows = paper.parse_all(choices)
     if not angles:
         raise ValueError("angles: name at least one")
     images = Images(data, device)
-    held_out = (data.val.x.to(images.device), data.val.y.to(images.device))
+    held_out = images.held_out("the temperature is chosen on")
     turned = {f"{angle:g}": rotate(images.test.x, angle) for angle in angles}
-    states = list(SampleStore.open(networks.samples, like=networks.model.state_dict()))
-    identity = [
-        settings.__dict__, images.digest(), digest_tensors(*held_out), list(turned), repr(networks.model),
-        digest_folder(networks.samples),
-    ]  # fmt: skip
-    parts, graphs = Parts(out / "parts", identity), dict[str, Any]()
+    states = list(networks.store())
+    parts = networks.parts(out, asdict(settings), images.digest(), digest_tensors(*held_out), list(turned))
+    graphs: dict[str, Any] = {}
     results: dict[str, list[Any]] = {}
     keys = [NETWORK, *(choice.key for choice in rows)]
-    with Display().track("rotations", len(states) * len(keys)) as tracker:
-        for k, state in enumerate(states):
-            work = Work(networks.model, state, images, settings, "network", graphs)
-            for done, key in enumerate(keys, 1):
-                found = parts.take(f"{k}-{key}", partial(_rows, work, key, held_out, turned))
-                for name, row in found.items():
-                    results.setdefault(name, []).append(row)
-                tracker.update(k * len(keys) + done, choice=key)
+    for k, state in tracked("rotations", list(enumerate(states))):
+        work = Work(networks, state, images, settings, graphs, out)
+        for key in keys:
+            for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
+                results.setdefault(name, []).append(row)
     every = [row for key, runs in results.items() if key != NETWORK for row in runs]
+    sizes = images.sizes | {"validation": len(held_out[0])}
     return Outcome(
-        {
-            "angles": list(angles),
-            "rows": results,
-            "parameters": sum(p.numel() for p in networks.model.parameters()),
-            "sizes": images.sizes | {"validation": len(held_out[0])},
-        },
+        {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": sizes},
         f"{len(states)} networks; {sum(not row['converged'] for row in every)} of {len(every)} rows from an evidence "
         "that had not converged",
     )
@@ -137,17 +111,14 @@ def _rows(
             batches = [predict(part) for part in x.split(size)]
             found[angle] = [torch.cat(own).double() for own in zip(*batches, strict=True)]
         count = len(next(iter(found.values())))
-        return [{"by_angle": {angle: scores(p[k], y) for angle, p in found.items()}} for k in range(count)]
+        return [{"by_angle": {angle: paper.scores(p[k], y) for angle, p in found.items()}} for k in range(count)]
 
     if key == NETWORK:
         with torch.no_grad():
             (itself,) = at_angles(lambda x: [work.model(x).softmax(-1)])
         return {NETWORK: itself | {"converged": True}}
-    la, result = approximate(work.subject, work.settings, Choice.parse(key))
-    facts = {
-        "converged": result.converged,
-        "groups": groups_of(la),
-    }
+    la, result, _ = work.optimize(Choice.parse(key))
+    facts = {"converged": result.converged, "groups": groups_of(la)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it
         temperature = la.calibrate([held_out], num_samples=samples).temperature
@@ -163,3 +134,85 @@ def _rows(
     )
     plain, cooled = at_angles(predict)
     return {key: facts | plain, key + CALIBRATED: facts | {"temperature": temperature} | cooled}
+
+
+def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
+    """Write ``report.md`` and ``rotations.png``, from the folder of :func:`measure_rotations`."""
+    page, found = Report(out, recipe), Outcome.load(rotations).results
+    networks = f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters"
+    page.add(paper.images_line(networks, found))
+    page.figure("rotations", draw_rotations, found, alt="NLL and ECE by angle")
+    page.add(*(angle_table(found, column) for column in ("nll", "ece", "accuracy")), difference_table(found))
+    return page.done()
+
+
+def _title(key: str) -> str:
+    plain = key.removesuffix(CALIBRATED)
+    return paper.title_of(plain) + (", calibrated" if plain != key else "")
+
+
+def angle_table(found: Found, column: str) -> Grid:
+    """Means over networks at every angle."""
+    scale, digits = (1, 3) if column == "nll" else (100, 1)
+
+    def show(runs: Any, angle: str) -> str:
+        return f"{fmean(scale * run['by_angle'][angle][column] for run in runs):.{digits}f}{paper.marks(runs)}"
+
+    name = {"nll": "Test NLL (nats)", "ece": "Expected calibration error (%)", "accuracy": "Accuracy (%)"}[column]
+    caption = (
+        "means over networks; columns: degrees by which the test images are turned. calibrated: the temperature of the "
+        f"posterior chosen on validation images that are not turned. {paper.OPEN_CAPTION}"
+    )
+    angles = [f"{angle:g}" for angle in found["angles"]]
+    columns: dict[str, Any] = {f"{a}°": lambda runs, a=a: show(runs, a) for a in angles}
+    return table(f"{name} by angle", {_title(key): runs for key, runs in found["rows"].items()}, columns, caption)
+
+
+def difference_table(found: Found) -> Grid:
+    """By how much each row is better or worse than the networks: unturned, and on average over all turned images."""
+    rows, angles = found["rows"], [f"{angle:g}" for angle in found["angles"]]
+    groups = {"not turned": [a for a in angles if float(a) == 0], "turned": [a for a in angles if float(a) != 0]}
+
+    def show(runs: Any, column: str, some: Sequence[str]) -> str:
+        scale, digits = (1, 3) if column == "nll" else (100, 1)
+        gaps = [
+            scale * fmean(run["by_angle"][a][column] - own["by_angle"][a][column] for a in some)
+            for run, own in zip(runs, rows[NETWORK], strict=True)
+            if some
+        ]
+        return paper.cell(gaps, digits, sign="+") + paper.marks(runs) if gaps else "–"
+
+    columns: dict[str, Any] = {
+        f"{name}\n{title}": lambda runs, column=column, some=some: show(runs, column, some)
+        for column, name in (("nll", "NLL"), ("ece", "ECE %"))
+        for title, some in groups.items()
+    }
+    columns["temperature"] = lambda runs: (
+        " / ".join(f"{run['temperature']:.2g}" for run in runs if "temperature" in run) or "1"
+    )
+    caption = (
+        "difference to the networks themselves, mean ± standard error over networks; negative helps. turned: mean over "
+        f"all angles but 0. {paper.OPEN_CAPTION}"
+    )
+    lines = {_title(key): runs for key, runs in rows.items() if key != NETWORK}
+    return table("Laplace instead of the network", lines, columns, caption)
+
+
+def draw_rotations(path: Path, found: Found) -> None:
+    """NLL and ECE against the angle: networks in gray, Laplace by the evidence in color, calibrated dashed."""
+    angles = found["angles"]
+    with plots.figure(path, 2, width=4.6, height=3.4) as axes:
+        for ax, (column, name) in zip(axes, {"nll": "NLL", "ece": "ECE"}.items(), strict=True):
+            for key, runs in found["rows"].items():
+                ax.plot(
+                    angles,
+                    [fmean(run["by_angle"][f"{a:g}"][column] for run in runs) for a in angles],
+                    color=plots.GRAY if key == NETWORK else paper.COLORS[key.partition("/")[0]],
+                    marker="s" if "/single" in key else "o",
+                    linestyle=(0, (2, 2)) if key.endswith(CALIBRATED) else "-",
+                    label=paper.in_latex(_title(key)) + paper.marks(runs),
+                )
+            ax.set(title=name, xlabel="rotation of the test images (degrees)", xticks=angles)
+            ax.set_ylim(bottom=0)
+        axes[0].set_ylabel("nats, mean over networks")
+        axes[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=6)

@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
-from tu_symmetry.experiments.linearized_laplace.choices import Choice
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen
+from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed
-from tu_symmetry.reporting.progress import Display
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.logs import last_weights
-from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
+from tu_symmetry.tables.report import Found, Report, table
 
 CHOICES = (
     "map/single",
@@ -51,9 +53,6 @@ class BatchNormMLP(nn.Sequential):
 
     With widths 50 and 50 its matrices have 50 + 2500 + 50 = 2,600 weights. BatchNorm's shifts break the units apart:
     without them every kink would lie at the mean of the inputs.
-
-    Args:
-        hidden: widths of the two hidden layers.
     """
 
     def __init__(self, hidden: Sequence[int] = (50, 50)) -> None:
@@ -79,20 +78,11 @@ def sample_curve(count: int, noise: float, generator: torch.Generator) -> tuple[
 
 
 class CurveDataModule(LightningDataModule):
-    """A noisy curve ``sin(3 x) + x / 2``, seen on both sides of a gap; training batches hold all points.
+    """A noisy curve ``sin(3 x) + x / 2``, seen on both sides of a gap; training batches hold all points, in float64.
 
     Args:
         train_size: training points, half on each side of the gap.
         test_size: points of the same kind, for the log-likelihood.
-        noise: standard deviation of the targets.
-        seed: the seed of the points.
-
-    Attributes:
-        train: inputs ``[n, 1]`` and targets ``[n]`` in float64.
-        test: likewise.
-
-    Raises:
-        ValueError: no points, or noise that is not positive.
     """
 
     training_task = "regression"
@@ -100,10 +90,7 @@ class CurveDataModule(LightningDataModule):
     def __init__(self, train_size: int = 80, test_size: int = 1000, noise: float = 0.2, seed: int = 0) -> None:
         super().__init__()
         if min(train_size, test_size) < 2 or not noise > 0:
-            raise ValueError(
-                f"train_size and test_size must be at least 2, and noise positive; got {train_size}, {test_size} and "
-                f"{noise}"
-            )
+            raise ValueError(f"sizes must be at least 2, and noise positive; got {train_size}, {test_size} and {noise}")
         self.noise, self.seed = noise, seed
         self.train, self.test = (
             TensorPairs(*sample_curve(size, noise, torch.Generator().manual_seed(derived_seed(seed, part, 0))))
@@ -119,9 +106,7 @@ class CurveDataModule(LightningDataModule):
         """All test points at once."""
         return DataLoader(self.test, batch_size=len(self.test), collate_fn=as_it_is)
 
-    def test_dataloader(self) -> DataLoader[Any]:
-        """All test points at once."""
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
 
 
 def compute_bands(
@@ -137,82 +122,62 @@ def compute_bands(
 ) -> Outcome:
     """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions.
 
-    Every band is kept in ``out/parts`` as soon as it is there; cut and called again, the others follow.
-
     Args:
-        out: folder of the results.
-        model: the architecture; its own weights do not matter.
-        network: folder of its fit.
+        out: every band is kept in its ``parts`` at once; cut and called again, the others follow.
+        network: folder of the network's fit.
         data: the points it was fitted to, and their noise, which the likelihood knows.
         precisions: prior precisions of all weights, set by hand.
         choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
             ``/flat`` for no hyperprior.
         curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
-        points: the points of the grid of inputs.
         reach: the grid spans ``[-reach, reach]``.
-
-    Raises:
-        ValueError: a choice that is none.
-        FileError: ``out`` holds bands that were made from something else.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
-    jobs |= {choice.key: choice for choice in map(Choice.parse, choices)}
+    jobs |= {text: Choice.parse(text, ("map", "tangent_mode")) for text in choices}
     state = {name: t.double() if t.is_floating_point() else t for name, t in last_weights(network).items()}
     model = model.double().eval()
     model.load_state_dict(state)
+    graph = discover_symmetries(model, data.train.x[:4])
     grid = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
     own = [state[name] for name in sorted(state)]
     digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
     parts = Parts(out / "parts", [digest, data.noise, curvature, points, reach])
-    fit = partial(_fit, model, data, discover_symmetries(model, data.train.x[:4]), curvature)
-    rows: dict[str, Any] = {}
-    with Display().track("bands", len(jobs)) as tracker:
-        for number, (name, job) in enumerate(jobs.items()):
-            rows[name] = parts.take(name, partial(_band, fit, job, data, grid))
-            tracker.update(number + 1, band=name)
+
+    def fitted(choice: Choice) -> LinearizedLaplace:
+        la = LinearizedLaplace(
+            model,
+            "regression",
+            graph=graph,
+            evaluate_at="map" if choice.where == "map" else "tangent_mode",
+            prior=choice.prior,
+            curvature=curvature,
+            parameters=model.matrices,
+            noise_variance=data.noise**2,
+        )
+        return la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
+
+    def band(job: float | Choice) -> dict[str, Any]:
+        la, converged = fitted(job if isinstance(job, Choice) else Choice("map", "single")), True
+        if isinstance(job, Choice):
+            converged = chosen(la, job, Settings(tolerance=1e-4, mode_tolerance=1e-3)).converged
+        else:
+            la.set_precision(job)
+        return _measured(la, data, grid) | {"converged": converged}
+
+    rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
     with torch.no_grad():
         error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
     weights = sum(p.numel() for name, p in model.named_parameters() if name in model.matrices)
     best = min(rows, key=lambda name: rows[name]["nll"])
     return Outcome(
-        {
-            "weights": weights,
-            "train_rmse": error,
-            "noise": data.noise,
-            "train_x": data.train.x[:, 0],
-            "train_y": data.train.y,
-            "grid": grid,
-            "rows": rows,
-        },
+        {"weights": weights, "train_rmse": error, "noise": data.noise, "grid": grid, "rows": rows}
+        | {"train_x": data.train.x[:, 0], "train_y": data.train.y},
         f"{weights} weights, training RMSE {error:.3g}; lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)",
     )
 
 
-def _fit(
-    model: BatchNormMLP, data: CurveDataModule, graph: Any, curvature: Literal["full", "kfac"], choice: Choice
-) -> LinearizedLaplace:
-    la = LinearizedLaplace(
-        model,
-        "regression",
-        graph=graph,
-        evaluate_at="map" if choice.where == "map" else "tangent_mode",
-        prior=choice.prior,
-        curvature=curvature,
-        parameters=model.matrices,
-        noise_variance=data.noise**2,
-    )
-    return la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
-
-
-def _band(fit: Any, job: float | Choice, data: CurveDataModule, grid: Tensor) -> dict[str, Any]:
+def _measured(la: LinearizedLaplace, data: CurveDataModule, grid: Tensor) -> dict[str, Any]:
     """What one panel shows and the table says of it."""
-    converged = True
-    if isinstance(job, Choice):
-        la = fit(job)
-        converged = chosen(la, job, Settings(tolerance=1e-4, mode_tolerance=1e-3)).converged
-    else:
-        la = fit(Choice("map", "single"))
-        la.set_precision(job)
     band = la.predictive(grid.unsqueeze(-1))
     test = la.predictive(data.test.x)
     residual = data.test.y.unsqueeze(-1) - test.mean
@@ -225,7 +190,6 @@ def _band(fit: Any, job: float | Choice, data: CurveDataModule, grid: Tensor) ->
         "inside": float(test.epistemic.mean().sqrt()),
         "gap": float(middle.epistemic.sqrt()),
         "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
-        "converged": converged,
         "groups": {
             row.name: {"precision": row.precision, "gamma": row.gamma, "size": row.size, "pruned": row.pruned}
             for row in la.report()
@@ -233,3 +197,62 @@ def _band(fit: Any, job: float | Choice, data: CurveDataModule, grid: Tensor) ->
         "mean": band.mean[:, 0],
         "epistemic": band.epistemic[:, 0].sqrt(),
     }
+
+
+def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
+    """Write ``report.md`` with the figure of bands and a table of what was chosen, from `compute_bands`' folder."""
+    page, found = Report(out, recipe), Outcome.load(bands).results
+    page.add(bands_table(found["rows"], page.table.title), heading=False)
+    page.figure("bands", draw_bands, found)
+    return page.done()
+
+
+def band_title(name: str) -> str:
+    """What the report calls a band: by a precision, or by a choice."""
+    return f"λ = {name}" if "/" not in name else Choice.parse(name).title
+
+
+def bands_table(rows: Found, title: str) -> Grid:
+    """Precisions, test likelihood and spread of every band."""
+
+    def precisions(row: Found) -> str:
+        groups = row["groups"].values()
+        texts = (f"{g['precision']:.3g} ({g['gamma']:.1f}{', pruned' if g['pruned'] else ''})" for g in groups)
+        return ", ".join(texts)
+
+    columns = {
+        "λ (effective directions)": precisions,
+        "test NLL": lambda row: f"{row['nll']:.3f}{marks([row])}",
+        "covered": lambda row: f"{100 * row['coverage']:.1f} %{marks([row])}",
+        "spread on data": lambda row: f"{row['inside']:.3g}{marks([row])}",
+        "spread in gap": lambda row: f"{row['gap']:.3g}{marks([row])}",
+    }
+    caption = (
+        "Several λ: first layer, second layer, last layer. NLL in nats; covered: targets within the 95 % band (with "
+        "noise); spread: epistemic standard deviation, root mean square over the test inputs and in the middle of the "
+        "gap. M(θ~): evidence at the trained weights; M(θ*): at the joint stationary point (Recommendation 1). "
+        f"{OPEN}: the evidence had not converged, so that the number is no result."
+    )
+    return table(title, {band_title(name): row for name, row in rows.items()}, columns, caption)
+
+
+def draw_bands(path: Path, found: Found) -> None:
+    """The bands in two rows: precisions set by hand, precisions chosen by the evidence."""
+    rows = found["rows"]
+    lines = [[name for name in rows if "/" not in name], [name for name in rows if "/" in name]]
+    grid = np.asarray(found["grid"])
+    with plots.grid(path, 2, max(map(len, lines)), 2.6, 2.4, sharex=True, sharey=True) as axes:
+        for line, names, color in zip(axes, lines, (plots.GRAY, plots.BLUE), strict=True):
+            for ax in line[len(names) :]:
+                ax.set_visible(False)
+            for ax, name in zip(line, names, strict=False):
+                mean, spread = (np.asarray(rows[name][key]) for key in ("mean", "epistemic"))
+                for times, alpha in ((1, 0.3), (2, 0.15)):
+                    low, high = mean - times * spread, mean + times * spread
+                    ax.fill_between(grid, low, high, color=color, alpha=alpha, linewidth=0)
+                ax.plot(grid, mean, color=color)
+                ax.plot(found["train_x"], found["train_y"], linestyle="", marker=".", color="black", markersize=2.5)
+                ax.set_title(in_latex(band_title(name)))
+                text = f"test NLL {rows[name]['nll']:.2f}{'' if rows[name]['converged'] else ' (not converged)'}"
+                ax.text(0.03, 0.03, text, transform=ax.transAxes, fontsize=8)
+        axes[0, 0].set(ylim=(-4, 4), xlim=(float(grid[0]), float(grid[-1])))

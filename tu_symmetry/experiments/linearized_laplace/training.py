@@ -1,17 +1,17 @@
 """How far the posteriors of the two evidences are apart while a network trains: M(θ~) and M(θ*) at every snapshot.
 
 The figure of the talk on arXiv 2206.08900 with the question whether θ~ becomes θ* if one only optimizes better. Its
-divergence is that between "distributions obtained when employing" the two; here these are the Gaussian posteriors of
-the tangent model's outputs at single inputs, whose means are equal, and it is their 2-Wasserstein distance.
+distributions are here the Gaussian posteriors of the tangent model's outputs at single inputs, whose means are equal,
+and the divergence is their 2-Wasserstein distance.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 import torch
@@ -19,23 +19,20 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.experiments.linearized_laplace.choices import Choice, Groups, Where
-from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, approximate, groups_of
-from tu_symmetry.experiments.linearized_laplace.sources import network_scores, scores
-from tu_symmetry.experiments.study import Images
-from tu_symmetry.files import digest_folder
+from tu_symmetry.experiments.linearized_laplace import rows as paper
+from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
+from tu_symmetry.experiments.linearized_laplace.rows import Choice, Groups, Runs, Where
+from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.function_posterior import gaussian_samples
-from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.metrics.functional import gaussian_wasserstein, predictive_total_variation
-from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid, verdict
+from tu_symmetry.tables.outcome import Outcome, digest_tensors
+from tu_symmetry.tables.report import Found, Report, table
 
 WHERE: tuple[Where, ...] = ("map", "tangent_mode")
-PRIORS: tuple[Groups, ...] = get_args(Groups)
-DEFAULTS = Settings()
+VANISHED = 0.1  # a distance below this share of the spread of M(θ*) counts as none
+Epochs = Mapping[float, Runs]
 
 
 def measure_training(
@@ -43,66 +40,46 @@ def measure_training(
     networks: dict[str, Trained],
     data: ImageDataModule,
     settings: Settings = DEFAULTS,
-    priors: Sequence[Groups] = PRIORS,
+    priors: Sequence[Groups] = get_args(Groups),
     device: str = "auto",
 ) -> Outcome:
     """Distance of the two posteriors at every snapshot of every network, and how good network and predictives are.
 
-    Each snapshot is a part of its own in ``out/parts``; cut and called again, the others follow.
-
     Args:
-        out: folder of the results.
+        out: each snapshot is kept in its ``parts`` at once; cut and called again, the others follow.
         networks: title of an architecture to its snapshots, as
             :class:`~tu_symmetry.callbacks.PosteriorSnapshots` writes them: steps are optimizer steps, and every chain
             is a network.
         data: as the networks were trained on them, ``batch_size`` too, which says how many steps an epoch has; with
             ``val_size`` images for early stopping.
-        settings: how the evidence is optimized.
         priors: ``single`` or ``per_group``.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Raises:
-        ValueError: no validation images, no priors, networks without snapshots or with snapshots at different steps.
-        FileError: ``out`` holds parts that were made from something else.
     """
-    if data.val_size < 1:
-        raise ValueError("data: val_size must be at least 1, for early stopping goes by validation images")
-    if not priors or set(priors) - set(PRIORS):
+    if not priors or set(priors) - paper.PRIORS.keys():
         raise ValueError(f"priors: name single, per_group or both, got {list(priors)}")
     images = Images(data, device)
-    held_out = (data.val.x.to(images.device), data.val.y.to(images.device))
+    held_out = images.held_out("early stopping goes by")
     size = len(images.train.x) if data.batch_size in (None, "full") else int(data.batch_size or 0)
     per_epoch = math.ceil(len(images.train.x) / size)
-    stores = {name: SampleStore.open(own.samples, like=own.model.state_dict()) for name, own in networks.items()}
+    stores = {name: own.store() for name, own in networks.items()}
     for name, store in stores.items():
         by_chain = {chain: [r.step for r in store.records if r.chain == chain] for chain in store.chains}
         if len({tuple(steps) for steps in by_chain.values()}) != 1:
             raise ValueError(f"{name}: its networks have snapshots at different steps, or none: {by_chain}")
-    kept = {
-        name: Parts(
-            out / "parts",
-            [
-                asdict(settings), images.digest(), digest_tensors(*held_out), per_epoch, name, repr(own.model),
-                digest_folder(own.samples),
-            ],
-        )
-        for name, own in networks.items()
-    }  # fmt: skip
-    graphs: dict[str, SymmetryGraph] = {}
+    made_from = [asdict(settings), images.digest(), digest_tensors(*held_out), per_epoch]
+    kept = {name: own.parts(out, *made_from, name) for name, own in networks.items()}
+    graphs: dict[str, Any] = {}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in networks}
     jobs = [(name, k, record) for name, store in stores.items() for k, record in enumerate(store.records)]
-    with Display().track("training", len(jobs)) as tracker:
-        for number, (name, k, record) in enumerate(jobs, 1):
-            make = partial(_snapshot, networks[name], stores[name], k, images, held_out, settings, name, graphs, priors)
-            facts = {"chain": record.chain, "step": record.step, "epoch": record.step / per_epoch}
-            runs[name].append(facts | kept[name].take(f"{name}-{record.chain}-{record.step}", make))
-            tracker.update(number, network=name, epoch=f"{facts['epoch']:g}")
+    for name, k, record in tracked("training", jobs, lambda job: job[0]):
+        work = Work(networks[name], stores[name][k], images, settings, graphs, out)
+        found = kept[name].take(f"{name}-{record.chain}-{record.step}", _snapshot, work, held_out, priors)
+        runs[name].append({"chain": record.chain, "step": record.step, "epoch": record.step / per_epoch} | found)
     every = [run[prior] for own in runs.values() for run in own for prior in priors]
     return Outcome(
         {
             "runs": runs,
             "priors": list(priors),
-            "parameters": {name: sum(p.numel() for p in own.model.parameters()) for name, own in networks.items()},
+            "parameters": {name: own.size for name, own in networks.items()},
             "sizes": images.sizes | {"validation": len(held_out[0])},
         },
         f"{len(jobs)} snapshots; {sum(not row['converged'] for row in every)} of {len(every)} distances from an "
@@ -110,78 +87,220 @@ def measure_training(
     )
 
 
-def _snapshot(
-    trained: Trained,
-    store: SampleStore,
-    number: int,
-    images: Images,
-    held_out: tuple[Tensor, Tensor],
-    settings: Settings,
-    name: str,
-    graphs: dict[str, SymmetryGraph],
-    priors: Sequence[Groups],
-) -> dict[str, Any]:
+def _snapshot(work: Work, held_out: tuple[Tensor, Tensor], priors: Sequence[Groups]) -> dict[str, Any]:
     """Network, posteriors and their distance, of one snapshot."""
-    work = Work(trained.model, store[number], images, settings, name, graphs)
-    found: dict[str, Any] = network_scores(work.model, images, settings.batch_size)
+    size = work.settings.batch_size
+    found: dict[str, Any] = paper.network_scores(work.model, work.images, size)
     with torch.no_grad():
-        logits = torch.cat([work.model(x) for x in held_out[0].split(settings.batch_size)])
+        logits = torch.cat([work.model(x) for x in held_out[0].split(size)])
     found["val_nll"] = float(cross_entropy(logits.double(), held_out[1]))
-    for prior in priors:
-        found[prior] = _distance(work, prior, held_out)
-    return found
+    return found | {prior: _distance(work, prior, held_out) for prior in priors}
 
 
 def _distance(work: Work, prior: Groups, held_out: tuple[Tensor, Tensor]) -> dict[str, Any]:
     """The two posteriors for one kind of prior."""
-    pairs = [approximate(work.subject, work.settings, Choice(where, prior)) for where in WHERE]
+    pairs = [work.optimize(Choice(where, prior))[:2] for where in WHERE]
     facts: dict[str, Any] = {"converged": all(result.converged for _, result in pairs)}
     covariances: list[Tensor] = []
     predictives: list[Tensor] = []
+
+    def predictive(mean: Tensor, covariance: Tensor) -> Tensor:  # as LinearizedLaplace.predictive makes it
+        return (mean + gaussian_samples(covariance, work.settings.num_samples, 0)).softmax(-1).mean(0).double()
+
     for where, (la, result) in zip(WHERE, pairs, strict=True):
-        moments = [la.function_covariance(x) for x, _ in work.subject.test]
+        moments = [la.function_covariance(x) for x, _ in work.test]
         mean, covariance = (torch.cat(own) for own in zip(*moments, strict=True))
-        p = predictive(mean, covariance, work.settings.num_samples)
         val = [la.function_covariance(x) for x in held_out[0].split(work.settings.batch_size)]
-        val_p = torch.cat([predictive(*own, work.settings.num_samples) for own in val])
         covariances.append(covariance)
-        predictives.append(p)
+        predictives.append(predictive(mean, covariance))
         facts[where] = {
             "converged": result.converged,
             "iterations": result.iterations,
             "log_evidence": result.log_marginal_likelihood,
-            "nll": scores(p, work.subject.test.y)["nll"],
-            "val_nll": scores(val_p, held_out[1])["nll"],
-            "spread": float(spread(covariance).mean()),
+            "nll": paper.scores(predictives[-1], work.test.y)["nll"],
+            "val_nll": paper.scores(torch.cat([predictive(*own) for own in val]), held_out[1])["nll"],
+            "spread": float(_spread(covariance).mean()),
             "groups": groups_of(la),
         }
     distance = gaussian_wasserstein(*covariances)
-    at_mode = pairs[WHERE.index("tangent_mode")][0]
+    at_mode = pairs[1][0]
+    start = at_mode.fitted.tangent.point()
+    way = at_mode.theta - start
+    squared = (way.double() * at_mode.posterior.precision_product(way).double()).sum()
     return facts | {
         "wasserstein": float(distance.mean()),
-        "relative": float((distance / spread(covariances[WHERE.index("tangent_mode")])).mean()),
+        "relative": float((distance / _spread(covariances[1])).mean()),
         "total_variation": float(predictive_total_variation(*predictives)),
-        "deviations": deviations(at_mode),
-        "relative_norm": float((at_mode.theta - point(at_mode)).double().norm() / point(at_mode).double().norm()),
+        "deviations": float(squared.clamp(min=0).sqrt()),
+        "relative_norm": float(way.double().norm() / start.double().norm()),
     }
 
 
-def spread(covariance: Tensor) -> Tensor:
+def _spread(covariance: Tensor) -> Tensor:
     """Root of the trace of covariances ``[..., outputs, outputs]``, float64: the distance to the network itself."""
     return covariance.double().diagonal(dim1=-2, dim2=-1).sum(-1).sqrt()
 
 
-def predictive(mean: Tensor, covariance: Tensor, num_samples: int) -> Tensor:
-    """Probabilities ``[batch, classes]`` (float64), as :meth:`~tu_symmetry.LinearizedLaplace.predictive` makes them."""
-    return (mean + gaussian_samples(covariance, num_samples, 0)).softmax(-1).mean(0).double()
+def report_training(out: Path, recipe: str, training: Path) -> Outcome:
+    """Write ``report.md`` and ``training.png``: how far M(θ~) and M(θ*) are apart, from `measure_training`'s folder."""
+    page, found = Report(out, recipe), Outcome.load(training).results
+    sizes = ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items())
+    networks = "; ".join(
+        f"{name}: {len({run['chain'] for run in runs})} networks of {found['parameters'][name]:,} parameters"
+        for name, runs in found["runs"].items()
+    )
+    page.add(f"{networks}. Images: {sizes}.")
+    page.figure("training", draw_training, found, alt="distance along the training")
+    page.list("What held", list(training_claims(found)))
+    for name, runs in found["runs"].items():
+        page.add(*training_tables(name, by_epoch(runs), found["priors"]))
+    return page.done()
 
 
-def point(la: LinearizedLaplace) -> Tensor:
-    """The linearization point θ~."""
-    return la.fitted.tangent.point()
+def by_epoch(runs: Runs) -> Epochs:
+    """Snapshots of all networks by their epoch, ascending."""
+    return {epoch: [run for run in runs if run["epoch"] == epoch] for epoch in sorted({run["epoch"] for run in runs})}
 
 
-def deviations(la: LinearizedLaplace) -> float:
-    """Length of θ* - θ~ in standard deviations of the posterior."""
-    way = la.theta - point(la)
-    return float((way.double() * la.posterior.precision_product(way).double()).sum().clamp(min=0).sqrt())
+def early_stopping(epochs: Epochs) -> float:
+    """The epoch with the lowest validation NLL, mean over networks."""
+    return min(epochs, key=lambda epoch: fmean(run["val_nll"] for run in epochs[epoch]))
+
+
+def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list[Grid]:
+    """Distances, spreads and weights, precisions and likelihoods of one architecture, a row for each epoch."""
+    stop = early_stopping(epochs)
+    rows = {f"{epoch:g}" + (" (early stopping)" if epoch == stop else ""): runs for epoch, runs in epochs.items()}
+
+    def number(prior: str, read: Callable[[Any], float], digits: int) -> Callable[[Runs], str]:
+        return lambda runs: (
+            paper.cell([read(run[prior]) for run in runs], digits) + paper.marks([run[prior] for run in runs])
+        )
+
+    def precisions(runs: Runs) -> str:
+        values = [[g["precision"] for g in run["groups"].values()] for run in runs]
+        logs = torch.tensor(values, dtype=torch.float64, device="cpu").log()
+        return " / ".join(f"{value:.3g}" for value in logs.mean(0).exp().tolist()) + paper.marks(runs)
+
+    distances: dict[str, Any] = {}
+    spreads: dict[str, Any] = {}
+    for prior in priors:
+        title = paper.PRIORS[prior]
+        distances |= {
+            f"distance\n{title}": number(prior, lambda run: run["wasserstein"], 2),
+            f"relative\n{title}": number(prior, lambda run: run["relative"], 2),
+            f"TV %\n{title}": number(prior, lambda run: 100 * run["total_variation"], 1),
+        }
+        spreads |= {
+            f"spread\nM(θ~), {title}": number(prior, lambda run: run["map"]["spread"], 1),
+            f"spread\nM(θ*), {title}": number(prior, lambda run: run["tangent_mode"]["spread"], 1),
+            f"θ* − θ~\nin deviations, {title}": number(prior, lambda run: run["deviations"], 1),
+            f"θ* − θ~\nin %, {title}": number(prior, lambda run: 100 * run["relative_norm"], 1),
+        }
+    columns = {"training": "train_nll", "validation": "val_nll", "test": "nll"}
+    likelihoods: dict[str, Any] = {
+        f"network\n{what}": lambda runs, key=key: paper.cell([run[key] for run in runs])
+        for what, key in columns.items()
+    }
+    chosen: dict[str, Any] = {}
+    for choice in (Choice(where, prior) for prior in priors for where in WHERE):
+
+        def own(runs: Runs, choice: Choice = choice) -> Runs:
+            return [run[choice.prior][choice.where] for run in runs]
+
+        chosen[choice.title] = lambda runs, own=own: precisions(own(runs))
+        likelihoods[f"{choice.title}\ntest"] = lambda runs, own=own: (
+            paper.cell([run["nll"] for run in own(runs)]) + paper.marks(own(runs))
+        )
+    groups = next(iter(epochs.values()))[0][priors[-1]]["map"]["groups"]
+    captions = {
+        f"{name}: M(θ~) and M(θ*) apart": "mean ± standard error over networks. distance: 2-Wasserstein, of the "
+        "Gaussian posteriors of the outputs by M(θ~) and M(θ*) at a test image, mean over images, in logits; relative: "
+        "to the spread of M(θ*); TV: total variation of the two predictives",
+        f"{name}: spreads and weights": "mean ± standard error over networks. spread: root of the trace of the "
+        "outputs' covariance, mean over test images, in logits; θ* − θ~: in standard deviations of the posterior of "
+        "M(θ*) (root of the sum over all its directions), and its norm relative to that of θ~",
+        f"{name}: precisions": f"geometric mean over networks; several λ: {', '.join(groups)}",
+        f"{name}: likelihoods": "NLL in nats, mean ± standard error over networks",
+    }
+    made = zip(captions.items(), (distances, spreads, chosen, likelihoods), strict=True)
+    return [table(title, rows, own, f"{caption}. {paper.OPEN_CAPTION}", "epoch") for (title, caption), own in made]
+
+
+def training_claims(found: Found) -> Iterator[str]:
+    """What the talk's figure is about, and whether it held by more than a standard error; from converged rows only."""
+    for name, runs in found["runs"].items():
+        epochs = by_epoch(runs)
+        stop = early_stopping(epochs)
+        for prior in found["priors"]:
+            own = {epoch: [run[prior] for run in some] for epoch, some in epochs.items()}
+            sure = [epoch for epoch, some in own.items() if all(run["converged"] for run in some)]
+            title = f"{name}, {paper.PRIORS[prior]}"
+            if not sure:
+                yield f"{title}: no snapshot at which all evidences had converged: **no conclusion**"
+                continue
+            last = sure[-1]
+            relative = [run["relative"] for run in own[last]]
+            yield (
+                f"{title}: the distance does not vanish as training goes on (epoch {last:g}; more than {VANISHED:g} of "
+                f"the spread of M(θ*)): **{verdict([v - VANISHED for v in relative])}**, {paper.cell(relative, 2)}"
+            )
+            if stop not in sure or last <= stop:
+                yield f"{title}: no converged snapshots at and after early stopping: **no further conclusion**"
+                continue
+            for what, column, digits, unit in (
+                ("the distance is greater at the end than at early stopping", "wasserstein", 2, "logits"),
+                ("relative to the spread of M(θ*) it is greater, too", "relative", 3, "spreads"),
+                ("θ* is farther from θ~", "deviations", 1, "posterior standard deviations"),
+            ):
+                gaps = [b[column] - a[column] for a, b in zip(own[stop], own[last], strict=True)]
+                when, held = f"epoch {last:g} against {stop:g}", verdict(gaps)
+                yield f"{title}: {what} ({when}): **{held}**, {paper.cell(gaps, digits, sign='+')} {unit}"
+            gaps = [run["map"]["nll"] - run["tangent_mode"]["nll"] for run in own[stop]]
+            yield (
+                f"{title}: at early stopping M(θ*) predicts better than M(θ~): **{verdict(gaps)}**, test NLL "
+                f"{paper.cell(gaps, 3, sign='+')} nats apart"
+            )
+
+
+def draw_training(path: Path, found: Found) -> None:
+    """Distance, relative distance and NLLs against the epochs; the vertical line is the optimal early stopping.
+
+    Crosses: the evidence of a network had not converged.
+    """
+    styles: dict[str, dict[str, Any]] = {
+        "single": {"marker": "s", "linestyle": (0, (2, 2))},
+        "per_group": {"marker": "o", "linestyle": "-"},
+    }
+    with plots.grid(path, 3, len(found["runs"]), 4.4, 2.7, sharex=True, sharey="row") as axes:
+        for column, (name, runs) in zip(axes.T, found["runs"].items(), strict=True):
+            epochs = by_epoch(runs)
+            for prior in found["priors"]:
+                own = {epoch: [run[prior] for run in some] for epoch, some in epochs.items()}
+                for ax, key in zip(column, ("wasserstein", "relative"), strict=False):
+                    _curve(ax, own, key, plots.PURPLE, paper.PRIORS[prior], **styles[prior])
+                for where in WHERE:
+                    there = {epoch: [run[where] for run in some] for epoch, some in own.items()}
+                    label = paper.in_latex(Choice(where, prior).title)
+                    _curve(column[2], there, "nll", paper.COLORS[where], label, **styles[prior])
+            for key, label, line in (("nll", "network, test", "-"), ("val_nll", "network, validation", ":")):
+                _curve(column[2], epochs, key, plots.GRAY, label, linestyle=line)
+            for ax in column:
+                ax.axvline(early_stopping(epochs), color="black", linewidth=1)
+                ax.set(yscale="log")
+            column[0].set(title=name, xscale="log")
+            column[2].set(xlabel="epochs")
+        axes[0, 0].set_ylabel("2-Wasserstein distance\n(logits)")
+        axes[1, 0].set_ylabel("relative to the spread\nof " + r"M($\theta_*$)")
+        axes[2, 0].set_ylabel("NLL (nats)")
+        axes[0, 0].legend(loc="best", fontsize=6)
+        axes[2, -1].legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), fontsize=6)
+
+
+def _curve(ax: Any, epochs: Epochs, key: str, color: str, label: str, **style: Any) -> None:
+    """Means over networks against the epochs, with crosses where an evidence had not converged."""
+    values = {epoch: [run[key] for run in runs] for epoch, runs in epochs.items()}
+    plots.band(ax, list(values), list(zip(*values.values(), strict=True)), color, label, **style)
+    for epoch, runs in epochs.items():
+        if paper.marks(runs):
+            ax.plot(epoch, fmean(values[epoch]), "x", color="black", markersize=8)

@@ -1,17 +1,15 @@
 """Barriers of all pairs of networks and their mean, for each matching and each correction.
 
 All pairs are measured, so those that were never matched to each other count too. Each merged network is measured as it
-is, with re-estimated BatchNorm statistics, and after REPAIR (Jordan et al. 2023, arXiv 2211.08403); each with the
-softmax temperature 1 and with a tuned one. The same without any permutation is the control that a matching has to beat.
+is, with re-estimated BatchNorm statistics, and after REPAIR (arXiv 2211.08403); each with the softmax temperature 1 and
+with a tuned one. The same without any permutation is the control that a matching has to beat.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -23,13 +21,11 @@ from tu_symmetry.alignment.barrier import chord_excess, classifier_scores, inter
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.rebasin.matching import matched, read_permutations
-from tu_symmetry.experiments.rebasin.members import Members
+from tu_symmetry.experiments.rebasin.matching import Members, read_permutations
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import FileError
-from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import State, mean_state
-from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 Scores = dict[str, float]
@@ -46,24 +42,14 @@ def measure(
     held_out: int = 500,
     device: str = "auto",
 ) -> Outcome:
-    """Barriers of all pairs, and the mean network, for each matching and each correction.
-
-    Every path is kept as soon as it is measured, so a command that was cut resumes.
+    """Barriers of all pairs, and the mean network, for each matching and each correction; every path is kept at once.
 
     Args:
-        out: folder of the results.
-        model: the architecture; its own weights do not matter.
         data: losses are of its test set, statistics of its training set.
-        samples: folder of the networks.
         matching: folder of :func:`~tu_symmetry.experiments.rebasin.match`, whose methods are measured.
         points: evenly spaced points on each path, both ends and the middle included (an odd number).
         statistics: training images, the first ones, for re-estimated statistics and REPAIR.
         held_out: test images, the last ones, on which temperatures are tuned; the others measure losses.
-        device: ``cpu``, ``cuda``, or ``auto``.
-
-    Raises:
-        ValueError: an even number of points or fewer than three, no test images to measure or to tune on.
-        FileError: a matching of other networks; ``out`` holds measurements of something else.
     """
     if points < 3 or points % 2 == 0:
         raise ValueError(f"points must be odd and 3 at least (both ends and the middle), not {points}")
@@ -80,63 +66,32 @@ def measure(
         "options": [points, held_out],
     }
     parts = Parts(out / "parts", made_from)
-    total = len(members.states) + len(found["methods"]) * (len(members.pairs) + 1)
     methods: dict[str, Any] = {}
-    with Display().track("measuring", total) as tracker:
-        count = itertools.count(1)
-
-        def once(name: str, make: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-            part = parts.take(name, partial(make, *arguments))
-            tracker.update(next(count), of=name)
-            return part
-
-        ends = [once(f"network/{k}", judge.scores, state) for k, state in enumerate(members.states)]
-        for method in found["methods"]:
-            states = matched(members, permutations[method])
-            inner = [once(f"{method}/{i}-{j}", judge.between, states[i], states[j]) for i, j in members.pairs]
-            methods[method] = {
-                "paths": {
-                    correction: [
-                        _path(ends[i], part[correction], ends[j])
-                        for (i, j), part in zip(members.pairs, inner, strict=True)
-                    ]
-                    for correction in CORRECTIONS
-                },
-                "mean": once(f"{method}/mean", judge.mean, states),
-            }
+    ends = [parts.take(f"network/{k}", judge.scores, state) for k, state in enumerate(members.states)]
+    for method in tracked("measuring", list(found["methods"]), str):
+        states = members.matched(permutations[method])
+        inner = [parts.take(f"{method}/{i}-{j}", judge.between, states[i], states[j]) for i, j in members.pairs]
+        paths = {
+            correction: [
+                path_scores([ends[i], *part[correction], ends[j]])
+                for (i, j), part in zip(members.pairs, inner, strict=True)
+            ]
+            for correction in CORRECTIONS
+        }
+        methods[method] = {"paths": paths, "mean": parts.take(f"{method}/mean", judge.mean, states)}
 
     def mean_barrier(method: str, correction: str) -> str:
         return f"{fmean(path['barrier'] for path in methods[method]['paths'][correction]):.2f}"
 
     shown = (f"{name} {mean_barrier(name, 'none')} → {mean_barrier(name, 'batchnorm')}" for name in methods)
     return Outcome(
-        {
-            "members": ends,
-            "pairs": members.pairs,
-            "ratios": judge.ratios,
-            "methods": methods,
-            "matching": found,
-        },
+        {"members": ends, "pairs": members.pairs, "ratios": judge.ratios, "methods": methods, "matching": found},
         f"barrier, no correction → statistics re-estimated: {', '.join(shown)}",
     )
 
 
 class Judge:
-    """Scores networks on test images, merged ones corrected in each way on training images.
-
-    Args:
-        members: the networks.
-        points: evenly spaced points on a path, both ends included.
-        statistics: training images for corrections.
-        held_out: test images, the last ones, on which temperatures are tuned.
-
-    Attributes:
-        ratios: the ratios of the points on a path.
-        statistics: batches for corrections.
-
-    Raises:
-        ValueError: no test images to measure or to tune on.
-    """
+    """Scores networks on test images, merged ones corrected in each way on training images; options as `measure`'s."""
 
     def __init__(self, members: Members, points: int, statistics: int, held_out: int) -> None:
         test, measured = members.test, len(members.test.x) - held_out
@@ -147,10 +102,8 @@ class Judge:
             )
         self.model = members.model
         self.statistics = members.first_images(statistics)
-        self.test, self.held_out = (
-            Batches(test.x[:measured], test.y[:measured]),
-            Batches(test.x[measured:], test.y[measured:]),
-        )
+        self.test = Batches(test.x[:measured], test.y[:measured])
+        self.held_out = Batches(test.x[measured:], test.y[measured:])
         self.ratios: list[float] = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
 
     def scores(self, state: State) -> Scores:
@@ -178,10 +131,9 @@ class Judge:
         return found | {"repair": found["batchnorm"] if same else self.scores(states["repair"])}
 
 
-def _path(first: Scores, inner: Sequence[Scores], last: Scores) -> dict[str, Any]:
-    """Scores along one path, its barriers (nats), and the accuracy in the middle."""
-    points = [first, *inner, last]
-    columns = {name: [point[name] for point in points] for name in first}
+def path_scores(points: Sequence[Scores]) -> dict[str, Any]:
+    """Scores along one path, its barriers (nats), and the accuracy in the middle; a loss of None is infinite."""
+    columns = {name: [point[name] for point in points] for name in points[0]}
     losses = torch.tensor(
         [[math.inf if loss is None else loss for loss in columns[name]] for name in ("loss", "tempered_loss")],
         dtype=torch.float64,
@@ -190,8 +142,5 @@ def _path(first: Scores, inner: Sequence[Scores], last: Scores) -> dict[str, Any
     if not losses[:, [0, -1]].isfinite().all():
         raise ValueError(f"the losses of two networks are {losses[0, 0]} and {losses[0, -1]}: train them again")
     barrier, tempered = chord_excess(losses).tolist()
-    return columns | {
-        "barrier": barrier,
-        "tempered_barrier": tempered,
-        "middle_accuracy": columns["accuracy"][len(points) // 2],
-    }
+    middle = columns["accuracy"][len(points) // 2]
+    return columns | {"barrier": barrier, "tempered_barrier": tempered, "middle_accuracy": middle}

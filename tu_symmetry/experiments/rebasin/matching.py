@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import Similarity
@@ -16,17 +17,41 @@ from tu_symmetry.alignment.align import align
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.experiments.rebasin.members import Members
+from tu_symmetry.evaluation import Batches
+from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.files import read_tensors, write_safetensors
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.states import State
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert, transposition_count
-from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.parts import Parts, digest_tensors
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
 Method = Literal["weights", "activations", "straight_through", "universe"]
 PERMUTATIONS = "permutations.safetensors"
+
+
+class Members(Study):
+    """Independently trained networks of one architecture, from a sample store, on one device."""
+
+    def __init__(self, model: nn.Module, data: ImageDataModule, samples: Path, device: str) -> None:
+        super().__init__(model, data, device)
+        store = SampleStore.open(samples, like=self.model.state_dict())
+        self.states: list[State] = unstack(store.load(device=self.device))
+        if len(self.states) < 2:
+            raise ValueError(f"barriers are between networks, but {samples} holds {len(self.states)}: train 2 at least")
+        self.networks = digest_tensors(*(t for state in self.states for t in state.values()))
+        self.pairs = list(itertools.combinations(range(len(self.states)), 2))
+
+    def first_images(self, count: int, batch_size: int = 1000) -> Batches:
+        """The first images of the training set."""
+        if not 1 <= count <= len(self.train.x):
+            raise ValueError(f"{count} training images are asked for, but there are {len(self.train.x)}")
+        return Batches(self.train.x[:count], self.train.y[:count], batch_size)
+
+    def matched(self, permutations: Sequence[Permutation]) -> list[State]:
+        """The networks, each with its units in the order of its permutation."""
+        pairs = zip(permutations, self.states, strict=True)
+        return [apply_permutation(self.graph, p, state) for p, state in pairs]
 
 
 def match(
@@ -44,24 +69,11 @@ def match(
 ) -> Outcome:
     """Match the networks by each method: their permutations, transpositions, and the distances between all pairs.
 
-    Every permutation is kept as soon as it is found, so a command that was cut resumes.
-
     Args:
-        out: folder of the results and of ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices.
-        model: the architecture; its own weights do not matter.
-        data: units are matched on its training set.
-        samples: folder of the networks.
+        out: gets ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices; what is found is kept at once.
         methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
             ``universe`` matches all of them at once.
         images: training images, the first ones, for activation and straight-through matching.
-        similarity: the similarity of activations.
-        batch_size: the batch size of straight-through matching.
-        epochs: the number of epochs of straight-through matching.
-        learning_rate: the learning rate of straight-through matching.
-        device: ``cpu``, ``cuda``, or ``auto``.
-
-    Raises:
-        FileError: ``out`` holds permutations of other networks or options.
     """
     members = Members(model, data, samples, device)
     graph, states = members.graph, members.states
@@ -85,31 +97,31 @@ def match(
         ).permutation
 
     permutations: dict[str, list[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
-    with Display().track("matching", len(methods)) as tracker:
-        for done, method in enumerate(methods, 1):
-            if method == "straight_through":  # which takes long for each network
-                found = [identity_permutation(graph)]
-                found += [parts.take(f"{method}/{k}", partial(straight_through, k)) for k in range(1, len(states))]
-            else:
-                found = parts.take(method, partial(aligned, method))["found"]
-            permutations[method] = [{name: torch.as_tensor(q, device="cpu") for name, q in p.items()} for p in found]
-            tracker.update(done, method=method)
-    results = {method: _result(members, found) for method, found in permutations.items()}
-    tensors = {
-        f"{method}/{k}/{group}": indices
-        for method, found in permutations.items()
-        for k, p in enumerate(found)
-        for group, indices in p.items()
-    }
+    for method in tracked("matching", methods, str):
+        if method == "straight_through":  # which takes long for each network
+            found = [identity_permutation(graph)]
+            found += [parts.take(f"{method}/{k}", straight_through, k) for k in range(1, len(states))]
+        else:
+            found = parts.take(method, aligned, method)["found"]
+        permutations[method] = [{name: torch.as_tensor(q, device="cpu") for name, q in p.items()} for p in found]
+    results: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, own in permutations.items():
+        moved = members.matched(own)
+        results[name] = {
+            "transpositions": [transposition_count(compose(invert(own[0]), p)) for p in own],
+            "distances": [weight_distance(graph, moved[i], moved[j]) for i, j in members.pairs],
+        }
+        tensors |= {f"{name}/{k}/{group}": indices for k, p in enumerate(own) for group, indices in p.items()}
     write_safetensors(out / PERMUTATIONS, tensors)
-    mean = {name: sum(found["distances"]) / len(found["distances"]) for name, found in results.items()}
+    mean = (f"{name} {fmean(own['distances']):.2f}" for name, own in results.items())
     return Outcome(
         {
             "methods": results,
             "largest_transpositions": sum(group.size - 1 for group in graph.permutations),
-            "networks": made_from["networks"],
+            "networks": members.networks,
         },
-        f"mean distance: {', '.join(f'{name} {value:.2f}' for name, value in mean.items())}",
+        f"mean distance: {', '.join(mean)}",
     )
 
 
@@ -120,17 +132,3 @@ def read_permutations(matching: Path) -> dict[str, list[Permutation]]:
         method, k, group = key.split("/", 2)
         found.setdefault(method, {}).setdefault(int(k), {})[group] = indices
     return {method: [one[k] for k in sorted(one)] for method, one in found.items()}
-
-
-def matched(members: Members, permutations: Sequence[Permutation]) -> list[State]:
-    """The networks, each with its units in the order of its permutation."""
-    pairs = zip(permutations, members.states, strict=True)
-    return [apply_permutation(members.graph, p, state) for p, state in pairs]
-
-
-def _result(members: Members, permutations: Sequence[Permutation]) -> dict[str, Any]:
-    states = matched(members, permutations)
-    return {
-        "transpositions": [transposition_count(compose(invert(permutations[0]), p)) for p in permutations],
-        "distances": [weight_distance(members.graph, states[i], states[j]) for i, j in members.pairs],
-    }

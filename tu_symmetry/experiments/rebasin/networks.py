@@ -32,8 +32,6 @@ class ResNet(nn.Module):
     """Residual network of He et al. 2016, section 4.2, with 1x1 convolutions as shortcuts where the shape changes.
 
     Args:
-        num_classes: number of outputs.
-        in_channels: channels of the images.
         width: channels of the first stage; each later one has twice as many and half the resolution.
         blocks: residual blocks in each stage; (1, 1, 1) is ResNet-8, (3, 3, 3) ResNet-20.
         stem_stride: the stride of the first convolution; 2 halves the resolution everywhere.
@@ -69,8 +67,6 @@ class VGG(nn.Module):
     """Plain network of Simonyan and Zisserman 2015 with batch normalization after each convolution.
 
     Args:
-        num_classes: number of outputs.
-        in_channels: channels of the images.
         stages: channels of the 3x3 convolutions in each stage; stages are separated by max-pooling.
         hidden: widths of the fully connected layers before the output, which have no normalization.
     """

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from tu_symmetry.experiments.rebasin.barriers import CORRECTIONS
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import Report
+from tu_symmetry.tables.report import Answer, Found, Report, answered, table
 
 METHODS = {
     "none": "no permutation",
@@ -29,76 +29,56 @@ SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
 LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
 COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
 SHADES = dict(zip(CORRECTIONS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
-Found = Mapping[str, Any]
 
 
 def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide: str) -> Outcome:
     """Write ``report.md`` with tables and figures, and answer the claims of the recipe from what was measured.
 
     Args:
-        out: folder of the report.
-        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note and claims.
         networks: kind of network, as the report names it, to the folder of its
             :func:`~tu_symmetry.experiments.rebasin.measure`.
         narrow: the kind that the claim about widths starts from.
         wide: the kind that is wider.
-
-    Raises:
-        ConfigError: a claim that has no answer here, or a width that is no kind of network.
     """
-    report = Report(out, recipe)
+    page = Report(out, recipe)
     found = {title: Outcome.load(folder).results for title, folder in networks.items()}
     for kind in (narrow, wide):
         if kind not in found:
             raise ConfigError(f"{kind!r} is none of the networks: {', '.join(map(repr, found))}")
-    report.figure("barriers", draw_barriers, found)
-    claims = report.table.claims
-    answered = answers(claims, found, narrow, wide)
+    page.figure("barriers", draw_barriers, found)
+    claims = answered(page.table.claims, ANSWERS, found, narrow, wide)
     text = "A case is a kind of network and a method of matching (for widths, a method)."
-    items = [f"* {claims[name]} **{one.verdict}.** {one.numbers}." for name, one in answered.items()]
-    report.add("\n".join([f"## Claims\n\n{text}\n", *items]))
+    items = [f"* {page.table.claims[name]} **{one.verdict}.** {one.evidence}." for name, one in claims.items()]
+    page.add("\n".join([f"## Claims\n\n{text}\n", *items]))
+    page.grids.append(table("Claims", claims, {"in these runs": lambda one: one.verdict}, text))
     for title, one in found.items():
-        report.add(f"## {title}")
-        report.add(barrier_table(title, one), accuracy_table(title, one), heading=False)
+        page.add(f"## {title}")
+        page.add(barrier_table(title, one), accuracy_table(title, one), heading=False)
         file = f"paths-{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}"
-        report.figure(file, draw_paths, one, alt="losses along the paths")
-    made = report.done()
-    rows = [[name, one.verdict] for name, one in answered.items()]
-    made.tables = (Grid("Claims", ["", "in these runs"], rows, text), *made.tables)
-    return made
+        page.figure(file, draw_paths, one, alt="losses along the paths")
+    return page.done()
 
 
-# -- what was measured ----------------------------------------------------------------------------------------------
-
-
-def barriers(found: Found, method: str, correction: str, *, tempered: bool = False) -> list[float]:
+def barriers(found: Found, method: str, correction: str = "batchnorm", *, tempered: bool = False) -> list[float]:
     """Barriers in nats of all pairs; infinite where a network on the path has no finite loss."""
     key = "tempered_barrier" if tempered else "barrier"
-    values = [path[key] for path in found["methods"][method]["paths"][correction]]
-    return [_finite(value) for value in values]
+    return [_finite(path[key]) for path in found["methods"][method]["paths"][correction]]
 
 
-def matchings(found: Found) -> list[str]:
+def _finite(value: float | None) -> float:
+    """A number as results hold it, where None is one that is not finite."""
+    return math.inf if value is None else value
+
+
+def _matchings(found: Found) -> list[str]:
     """The methods that were measured, without the control."""
     return [method for method in found["methods"] if method != "none"]
 
 
-class Answer(NamedTuple):
-    """What the measurements say to a claim.
-
-    Attributes:
-        held: whether it held, for each case that was measured.
-        numbers: they themselves, in words.
-    """
-
-    held: list[bool]
-    numbers: str
-
-    @property
-    def verdict(self) -> str:
-        """In how many cases it held."""
-        count, total = sum(self.held), len(self.held)
-        return f"Held in {'none' if count == 0 else 'all' if count == total else count} of {total} cases"
+def _answer(held: list[bool], what: str, words: list[str]) -> Answer:
+    count, total = sum(held), len(held)
+    number = "none" if count == 0 else "all" if count == total else count
+    return Answer(f"Held in {number} of {total} cases", f"{what}: {'; '.join(words)}")
 
 
 def _width(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
@@ -106,42 +86,42 @@ def _width(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
     held, words = [], []
     for method in METHODS:
         if method in before["methods"] and method in after["methods"]:
-            a, b = (fmean(barriers(one, method, "batchnorm")) for one in (before, after))
+            a, b = (fmean(barriers(one, method)) for one in (before, after))
             words.append(f"{METHODS[method]} {a:.2f} → {b:.2f}")
             held += [b < a] if method != "none" else []
-    return Answer(held, f"{narrow} → {wide}, statistics re-estimated, mean barrier in nats: {', '.join(words)}")
+    what = f"{narrow} → {wide}, statistics re-estimated, mean barrier in nats"
+    return _answer(held, what, [", ".join(words)])
 
 
 def _correction(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
     held, words = [], []
     for title, found in networks.items():
         reductions = []
-        for method in matchings(found):
+        for method in _matchings(found):
             plain, after = (fmean(barriers(found, method, correction)) for correction in ("none", "repair"))
             reduction = 1 - after / plain if 0 < plain < math.inf else math.nan
             held.append(0.6 <= reduction <= 1)
             reductions.append(f"{METHODS[method]} {100 * reduction:.0f} %")
         words.append(f"{title}: {', '.join(reductions)}")
-    return Answer(held, f"reduction of the mean barrier by REPAIR: {'; '.join(words)}")
+    return _answer(held, "reduction of the mean barrier by REPAIR", words)
 
 
 def _permutation(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
     held, words = [], []
     for title, found in networks.items():
-        control = fmean(barriers(found, "none", "batchnorm", tempered=True))
-        matched = {m: fmean(barriers(found, m, "batchnorm", tempered=True)) for m in matchings(found)}
-        held += [value < control for value in matched.values()]
-        values = ", ".join(f"{METHODS[m]} {value:.2f}" for m, value in matched.items())
-        words.append(f"{title}: no permutation {control:.2f}, {values}")
-    return Answer(held, f"mean barrier in nats, statistics re-estimated and temperature tuned: {'; '.join(words)}")
+        control, *matched = (fmean(barriers(found, m, tempered=True)) for m in ("none", *_matchings(found)))
+        held += [value < control for value in matched]
+        values = (f"{METHODS[m]} {value:.2f}" for m, value in zip(_matchings(found), matched, strict=True))
+        words.append(f"{title}: no permutation {control:.2f}, {', '.join(values)}")
+    return _answer(held, "mean barrier in nats, statistics re-estimated and temperature tuned", words)
 
 
 def _reference(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
     held, words = [], []
     for title, found in networks.items():
         values = []
-        for method in matchings(found):
-            measured = list(zip(found["pairs"], barriers(found, method, "batchnorm"), strict=True))
+        for method in _matchings(found):
+            measured = list(zip(found["pairs"], barriers(found, method), strict=True))
             reference = [value for (i, _), value in measured if i == 0]
             others = [value for (i, _), value in measured if i > 0]
             if others:
@@ -149,83 +129,58 @@ def _reference(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
                 values.append(f"{METHODS[method]} {min(reference):.2f} to {max(reference):.2f} and {fmean(others):.2f}")
         words.append(f"{title}: {', '.join(values)}")
     what = "barriers in nats with the first network, and mean barrier of the other pairs, statistics re-estimated"
-    return Answer(held, f"{what}: {'; '.join(words)}")
+    return _answer(held, what, words)
 
 
-ANSWERS: dict[str, Callable[[Mapping[str, Found], str, str], Answer]] = {
-    "width": _width,
-    "correction": _correction,
-    "permutation": _permutation,
-    "reference": _reference,
-}
-
-
-def answers(claims: Mapping[str, str], networks: Mapping[str, Found], narrow: str, wide: str) -> dict[str, Answer]:
-    """What the measurements say to each claim.
-
-    Raises:
-        ConfigError: a claim that has no answer here.
-    """
-    unknown = [name for name in claims if name not in ANSWERS]
-    if unknown:
-        raise ConfigError(f"claims: there is no answer to {unknown[0]!r}, only to {', '.join(ANSWERS)}")
-    return {name: ANSWERS[name](networks, narrow, wide) for name in claims}
-
-
-# -- tables and figures ---------------------------------------------------------------------------------------------
+ANSWERS = {"width": _width, "correction": _correction, "permutation": _permutation, "reference": _reference}
 
 
 def barrier_table(title: str, found: Found) -> Grid:
     """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
+    matching = found["matching"]
 
     def cell(method: str, correction: str, tempered: bool) -> str:
         values = torch.tensor(barriers(found, method, correction, tempered=tempered), dtype=torch.float64, device="cpu")
         return f"{values.mean():.2f}" + (f"\n±{values.std():.2f}" if len(values) > 1 else "")
 
-    rows = [
-        [
-            METHODS[method],
-            f"{fmean(found['matching']['methods'][method]['transpositions'][1:]):.0f}",
-            f"{fmean(found['matching']['methods'][method]['distances']):.1f}",
-            *(cell(method, correction, tempered) for tempered in (False, True) for correction in CORRECTIONS),
-        ]
-        for method in found["methods"]
-    ]
-    header = ["", "NoT", "L2"]
-    header += [f"{prefix}\n{SHORT[correction]}" for prefix in ("T = 1", "tuned T") for correction in CORRECTIONS]
-    largest = found["matching"]["largest_transpositions"]
+    columns: dict[str, Any] = {
+        "NoT": lambda m: f"{fmean(matching['methods'][m]['transpositions'][1:]):.0f}",
+        "L2": lambda m: f"{fmean(matching['methods'][m]['distances']):.1f}",
+    }
+    for tempered, prefix in ((False, "T = 1"), (True, "tuned T")):
+        for c in CORRECTIONS:
+            columns[f"{prefix}\n{SHORT[c]}"] = lambda m, c=c, tempered=tempered: cell(m, c, tempered)
     caption = (
         f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
         "softmax temperature, 1 or tuned at each point on held-out images; BN: BatchNorm statistics re-estimated "
         "(where all hidden layers are normalized, REPAIR is just that); NoT: transpositions relative to the first "
-        f"network, mean over the others, {largest} at most; L2: distance of the weights, mean over pairs"
+        f"network, mean over the others, {matching['largest_transpositions']} at most; L2: distance of the weights, "
+        "mean over pairs"
     )
-    return Grid(f"{title}: barriers", header, rows, caption)
+    return table(f"{title}: barriers", {METHODS[m]: m for m in found["methods"]}, columns, caption)
 
 
 def accuracy_table(title: str, found: Found) -> Grid:
     """Accuracy halfway between two networks, and of the mean of all, with its loss."""
-    single = fmean(member["accuracy"] for member in found["members"])
-    loss = fmean(member["loss"] for member in found["members"])
-    rows = []
-    for method, measured in found["methods"].items():
-        middle = [
-            fmean(path["middle_accuracy"] for path in measured["paths"][correction]) for correction in CORRECTIONS
-        ]
-        mean = [measured["mean"][correction] for correction in CORRECTIONS]
-        rows.append(
-            [
-                METHODS[method],
-                *(f"{100 * value:.1f}" for value in middle),
-                *(f"{100 * s['accuracy']:.1f}\n{_finite(s['loss']):.3f}" for s in mean),
-            ]
-        )
-    header = ["", *(f"{prefix}\n{SHORT[correction]}" for prefix in ("halfway", "mean") for correction in CORRECTIONS)]
+    single, loss = (fmean(member[key] for member in found["members"]) for key in ("accuracy", "loss"))
+
+    def halfway(measured: Found, c: str) -> str:
+        return f"{100 * fmean(path['middle_accuracy'] for path in measured['paths'][c]):.1f}"
+
+    def mean(measured: Found, c: str) -> str:
+        return f"{100 * measured['mean'][c]['accuracy']:.1f}\n{_finite(measured['mean'][c]['loss']):.3f}"
+
+    columns: dict[str, Any] = {
+        f"{name}\n{SHORT[c]}": lambda measured, c=c, cell=cell: cell(measured, c)
+        for name, cell in (("halfway", halfway), ("mean", mean))
+        for c in CORRECTIONS
+    }
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
         f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"
     )
-    return Grid(f"{title}: merged networks", header, rows, caption)
+    rows = {METHODS[method]: measured for method, measured in found["methods"].items()}
+    return table(f"{title}: merged networks", rows, columns, caption)
 
 
 def draw_barriers(path: Path, networks: Mapping[str, Found]) -> None:
@@ -265,8 +220,3 @@ def draw_paths(path: Path, found: Found) -> None:
             ax.set(title=LEGEND[correction], xlabel=r"interpolation $\lambda$", ylabel="test loss (nats)", xlim=(0, 1))
             ax.sharey(axes[0])
         axes[-1].legend(loc="upper right")
-
-
-def _finite(value: float | None) -> float:
-    """A number as results hold it, where None is one that is not finite."""
-    return math.inf if value is None else value

@@ -1,8 +1,7 @@
 """arXiv 2310.08287 (A Symmetry-Aware Exploration of Bayesian Neural Network Posteriors)."""
 
-from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
+from tu_symmetry.experiments.symmetry_aware.evaluation import collect, evaluate
 from tu_symmetry.experiments.symmetry_aware.networks import SmallLeNet, residual_network
 from tu_symmetry.experiments.symmetry_aware.report import report
-from tu_symmetry.experiments.symmetry_aware.sources import collect
 
 __all__ = ["SmallLeNet", "collect", "evaluate", "report", "residual_network"]

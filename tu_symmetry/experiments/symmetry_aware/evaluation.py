@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch_uncertainty.metrics import FPR95, BrierScore, CalibrationError
+from torchmetrics.functional.classification import binary_average_precision
 
-from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import chosen_device
-from tu_symmetry.experiments.symmetry_aware.scores import member_probabilities, require_finite_networks, scores
+from tu_symmetry.evaluation import accuracy, chosen_device
+from tu_symmetry.experiments.study import tracked
 from tu_symmetry.metrics import FunctionalDiversity, MarginalHomogeneity
 from tu_symmetry.metrics.functional import (
     Removal,
@@ -27,6 +31,7 @@ from tu_symmetry.metrics.functional import (
 from tu_symmetry.metrics.functional.discrepancy import weight_vectors
 from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.two_sample import vectors_test
+from tu_symmetry.posterior.published import CHECKPOINTS, collect_checkpoints
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.states import evenly, layout_of, require_same, sample_count
@@ -34,10 +39,29 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 
-SAMPLES = "samples"
 ONE, MULTI = "one mode", "several modes"
 _NETWORKS = 50  # on the device at a time
+_BINS = 15  # of calibration errors, as in TorchUncertainty's routine
 _LEVELS = torch.linspace(0.005, 0.995, 100, device="cpu")  # of quantiles of the marginals
+
+
+def collect(out: Path, folder: str, source: str = CHECKPOINTS, *, start: int = 0, count: int | None = None) -> Outcome:
+    """Stream a folder of the paper's published checkpoints into the sample store ``samples`` of a run.
+
+    Args:
+        folder: folder of the data set, see :func:`~tu_symmetry.posterior.published.list_checkpoints`.
+        source: the data set, or a local copy of it.
+    """
+    with Display().track("checkpoints", count or 1) as tracker:
+        store = collect_checkpoints(
+            out / "samples",
+            source,
+            folder=folder,
+            start=start,
+            count=count,
+            progress=lambda p: tracker.update(int(p["done"]), file=p["file"]),
+        )
+    return Outcome({"networks": len(store), "source": source, "folder": folder}, f"{len(store)} networks of {folder}")
 
 
 def evaluate(
@@ -59,14 +83,10 @@ def evaluate(
 ) -> Outcome:
     """Every column of the table with its interval, for every row.
 
-    The networks of all folders are read and compared with the architecture before anything is computed, and again when
-    it is their turn. In main memory are those of the reference, their vectors, and one posterior; on the device the
-    vectors of one posterior and one tensor of the reference networks, or 50 networks.
+    All folders are read and compared with the architecture before anything is computed. In main memory are the
+    reference, its vectors, and one posterior; on the device the vectors of one posterior, or 50 networks.
 
     Args:
-        out: folder of the results.
-        model: the architecture; its own weights do not matter.
-        data: scores are of its test set.
         reference: run folder of the reference networks.
         one_mode: method to the folders of runs; each run by itself is one posterior of one mode, so that the choice of
             the mode is seen. The first is the row of the table.
@@ -78,27 +98,20 @@ def evaluate(
         num_samples: networks of each posterior.
         diversity_networks: networks of the reference whose pairs are measured.
         resamples: bootstrap replicates of every interval.
-        seed: seed of all random choices.
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Raises:
-        ValueError: no OOD set, a posterior of one network, members that have diverged, fewer networks than asked for.
-        SampleFileError: a store of another architecture, or damaged.
     """
     if not ood:
         raise ValueError("there is no out-of-distribution set: name at least one under ood")
-    empty = [method for method, folders in (one_mode | multi_mode).items() if not folders]
-    if empty:
-        raise ValueError(f"{empty[0]} is a row without a run: name at least one folder")
     like = model.state_dict()
     rows = {f"{ONE}/{method}": [[folder] for folder in folders] for method, folders in one_mode.items()}
     rows |= {f"{MULTI}/{method}": [folders] for method, folders in multi_mode.items()}
+    if empty := [row for row, posteriors in rows.items() if not posteriors or not all(posteriors)]:
+        raise ValueError(f"{empty[0]} is a row without a run: name at least one folder")
     extra = {name: [folder] for name, folder in (one_run or {}).items()}
     for folders in [*(posterior for posteriors in rows.values() for posterior in posteriors), *extra.values()]:
         _networks(folders, num_samples, like)  # what is wrong with one is said before anything is computed
     references, _ = _networks([reference], None, like)
-    test = _test_set(data)
-    others = {name: _ood_set(module, name) for name, module in ood.items()}
+    test = _test_set(data, 0)
+    others = {name: _test_set(module, 1)[0] for name, module in ood.items()}
     trusted = None if predictive is None else _trusted(predictive, len(test[0]))
     on = chosen_device(device)
     model = model.eval()
@@ -111,37 +124,30 @@ def evaluate(
         "ns_aligned": removal("min_mass", align_to={n: t[0].to(on) for n, t in references.items()}),
     }
     compared = {name: _vectors(graph, references, form, on) for name, form in forms.items()}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {row: [] for row in rows}
     shown = {"reference": _marginal(graph, references, on)}
-    with Display().track("evaluating", sum(map(len, rows.values()))) as tracker:
-        done = 0
-        for row, posteriors in rows.items():
-            found[row] = []
-            for folders in posteriors:
-                states, numbers = _networks(folders, num_samples, like)
-                runs = numbers if row.startswith(MULTI) else None
-                entry = quality(graph, states, forms, compared, runs, resamples, _seed(seed, row), on)
-                probs = _probabilities(model, states, test[0], on).cpu()
-                outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
-                entry |= {
-                    k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()
-                }
-                if trusted is not None:
-                    entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
-                    entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
-                entry["homogeneity"] = homogeneity(graph, states, seed)
-                if not found[row]:
-                    shown[row] = _marginal(graph, states, on)
-                found[row].append(entry)
-                done += 1
-                tracker.update(done, row=row)
-                del states  # before the next are read
+    jobs = [(row, folders) for row, posteriors in rows.items() for folders in posteriors]
+    for row, folders in tracked("evaluating", jobs, lambda job: job[0]):
+        states, numbers = _networks(folders, num_samples, like)
+        runs = numbers if row.startswith(MULTI) else None
+        entry = quality(graph, states, forms, compared, runs, resamples, zlib.crc32(f"{seed}/{row}".encode()), on)
+        probs = _probabilities(model, states, test[0], on).cpu()
+        outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
+        entry |= {k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()}
+        if trusted is not None:
+            entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
+            entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
+        entry["homogeneity"] = homogeneity(graph, states, seed)
+        if not found[row]:
+            shown[row] = _marginal(graph, states, on)
+        found[row].append(entry)
+        del states  # before the next are read
     marginals = {n: homogeneity(graph, _networks(own, num_samples, like)[0], seed) for n, own in extra.items()}
     marginals["reference"] = homogeneity(graph, references, seed)
     diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed, on)
     result = {
         "rows": found,
-        "networks": {"reference": len(next(iter(references.values()))), "row": num_samples},
+        "networks": {"reference": sample_count(references), "row": num_samples},
         "homogeneity": marginals,
         "diversity": diversity,
         "pairs": pairs,
@@ -197,34 +203,119 @@ def homogeneity(graph: SymmetryGraph, states: Mapping[str, Tensor], seed: int) -
     return {"p_value": float(metric.compute()), "largest": largest}
 
 
+class Interval(NamedTuple):
+    """The value of all points, with its percentile interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@torch.no_grad()
+def member_probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, batch_size: int = 1000) -> Tensor:
+    """Class probabilities ``(S, B, C)`` of every network of a stack, on its device, where the model has to be."""
+    model.eval()
+    device = next(iter(states.values())).device
+    names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    known = {n: t for n, t in states.items() if n in names}
+
+    def one(state: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        return functional_call(model, state, (inputs,), tie_weights=False).softmax(-1)
+
+    parts = [vmap(one, (0, None), chunk_size=25)(known, inputs.to(device)) for inputs in x.split(batch_size)]
+    return torch.cat(parts, dim=1)
+
+
+def mutual_information(probs: Tensor) -> Tensor:
+    """Mutual information ``(B,)`` in nats between prediction and network, of ``(S, B, C)``."""
+    entropy = torch.special.entr(probs.mean(0)).sum(-1)
+    return (entropy - torch.special.entr(probs).sum(-1).mean(0)).clamp_min(0)
+
+
+def scores(
+    probs: Tensor, targets: Tensor, ood: Mapping[str, Tensor], *, resamples: int = 100, seed: int = 0
+) -> dict[str, Interval]:
+    """All columns of the table that are of predictions, with 95 % intervals by a bootstrap over the points.
+
+    OOD scores are one minus the largest class probability, as in TorchUncertainty's routine. Where there are several
+    OOD sets, AUPR, FPR95 and OOD MI are means over them. All but mutual information (nats) are shares in [0, 1], the
+    Brier score lies in [0, 2].
+
+    Args:
+        probs: ``(S, B, C)`` of all networks on test points.
+        ood: name of each OOD set to ``(S, B', C)``.
+    """
+    mean = probs.mean(0)
+    means = {name: p.mean(0) for name, p in ood.items()}
+    inside = mutual_information(probs)
+    outside = {name: mutual_information(p) for name, p in ood.items()}
+    options: dict[str, Any] = {"task": "multiclass", "num_classes": mean.shape[-1], "num_bins": _BINS}
+
+    def of(rows: Tensor, others: Mapping[str, Tensor]) -> dict[str, float]:
+        p, y = mean[rows], targets[rows]
+        found = {
+            "accuracy": accuracy(p, y),
+            "ece": _once(CalibrationError(**options), p, y),
+            "ace": _once(CalibrationError(adaptive=True, **options), p, y),
+            "brier": _once(BrierScore(num_classes=p.shape[-1]), p, y),
+        }
+        aupr, fpr, information = [], [], []
+        for name, q in means.items():
+            score = torch.cat([1 - p.amax(-1), 1 - q[others[name]].amax(-1)])
+            is_ood = (torch.arange(len(score), device=score.device) >= len(rows)).long()
+            aupr.append(float(binary_average_precision(score, is_ood)))
+            fpr.append(_once(FPR95(pos_label=1), score, is_ood))
+            information.append(float(outside[name][others[name]].mean()))
+        found |= {"aupr": fmean(aupr), "fpr95": fmean(fpr)}
+        return found | {"id_mi": float(inside[rows].mean()), "ood_mi": fmean(information)}
+
+    def chosen(draw: Callable[[int], Tensor]) -> dict[str, float]:
+        return of(draw(len(targets)), {name: draw(len(q)) for name, q in means.items()})
+
+    generator = torch.Generator().manual_seed(seed)
+    whole = chosen(lambda count: torch.arange(count, device="cpu"))
+    replicates = [
+        chosen(lambda count: torch.randint(count, (count,), generator=generator, device="cpu"))
+        for _ in range(resamples)
+    ]
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64, device="cpu")
+    made = {}
+    for name, value in whole.items():
+        column = torch.tensor([r[name] for r in replicates], dtype=torch.float64, device="cpu")
+        low, high = torch.quantile(column, ends).tolist() if replicates else (math.nan, math.nan)
+        made[name] = Interval(value, low, high)
+    return made
+
+
+def _once(metric: Any, p: Tensor, y: Tensor) -> float:
+    metric.update(p, y)
+    return float(metric.compute())
+
+
 def _networks(
     folders: Sequence[Path], wanted: int | None, like: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Networks of the runs' stores in equal shares, evenly spaced in each, and the number of the run of each."""
-    if not folders:
-        raise ValueError("a row without a run: name at least one folder")
-    shares = (
-        [wanted]
-        if wanted is None
-        else [wanted // len(folders) + (k < wanted % len(folders)) for k in range(len(folders))]
-    )
     stacks, numbers = [], []
-    for k, (folder, share) in enumerate(zip(folders, shares, strict=True)):
-        store = SampleStore.open(folder / SAMPLES, like=like)
-        count = len(store) if share is None else share
+    for k, folder in enumerate(folders):
+        store = SampleStore.open(folder / "samples", like=like)
+        count = len(store) if wanted is None else wanted // len(folders) + (k < wanted % len(folders))
         if count > len(store):
             raise ValueError(
                 f"{folder} holds {len(store)} networks, {count} are wanted: train longer, or ask for fewer"
             )
         stack = store.stack(evenly(len(store), count))
-        stack = {n: t.float() if t.is_floating_point() else t for n, t in stack.items()}
-        require_finite_networks(stack, str(folder)) if len(folders) == 1 else None
-        stacks.append(stack)
+        stacks.append({n: t.float() if t.is_floating_point() else t for n, t in stack.items()})
         numbers += [k] * count
     for stack, folder in zip(stacks[1:], folders[1:], strict=True):
         require_same(layout_of(stack, stacked=True), layout_of(stacks[0], stacked=True), str(folder), str(folders[0]))
     whole = {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}
-    require_finite_networks(whole, ", ".join(map(str, folders[:3])))
+    what = ", ".join(map(str, folders[:3]))
+    if sample_count(whole) < 2:
+        raise ValueError(f"{what} holds {sample_count(whole)} network; a posterior needs at least two")
+    bad = [n for n, t in whole.items() if t.is_floating_point() and not torch.isfinite(t).all()]
+    if bad:
+        raise ValueError(f"{what} holds NaN or infinite values in {bad[0]!r}: a member has diverged, train it again")
     return whole, torch.tensor(numbers, device="cpu")
 
 
@@ -250,41 +341,20 @@ def _probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, de
     return torch.cat([member_probabilities(model, part, x) for part in _parts(states, device)])
 
 
-def _test_set(data: LightningDataModule) -> tuple[Tensor, Tensor]:
-    if isinstance(data, ImageDataModule):
-        data.prepare_data()
-        return data.test.x, data.test.y
-    return _whole(_test_loaders(data)[0])
-
-
-def _ood_set(data: LightningDataModule, name: str) -> Tensor:
-    if isinstance(data, ImageDataModule):
-        data.prepare_data()
-        return data.ood.x
-    loaders = _test_loaders(data)
-    if len(loaders) < 2:
-        raise ValueError(f"the data module of ood set {name!r} has no out-of-distribution loader: set eval_ood: true")
-    return _whole(loaders[1])[0]
-
-
-def _test_loaders(data: LightningDataModule) -> list[Any]:
+def _test_set(data: LightningDataModule, number: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a test loader: the test set is the first one, the out-of-distribution set the second."""
     data.prepare_data()
     data.setup("test")
     loaders: Any = data.test_dataloader()
-    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
-
-
-def _whole(loader: Any) -> tuple[Tensor, Tensor]:
-    batches = [(batch[0], batch[1]) for batch in loader]
+    loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+    if number >= len(loaders):
+        raise ValueError("a data module under ood has no out-of-distribution loader: set eval_ood: true")
+    batches = [(batch[0], batch[1]) for batch in loaders[number]]
     return torch.cat([x for x, _ in batches]), torch.cat([torch.as_tensor(y, device="cpu") for _, y in batches])
 
 
 def _trusted(path: Path, points: int) -> Tensor:
-    """Probabilities of the first test points.
-
-    Raises:
-        ValueError: no ``probs``, or fewer points than are tested.
-    """
+    """Probabilities of the first test points."""
     with np.load(path) as content:
         probs = torch.from_numpy(content["probs"]) if "probs" in content else None
     if probs is None or probs.ndim != 2 or len(probs) < points:
@@ -305,7 +375,7 @@ def _diversity(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Pairwise mutual information of reference networks, in and (each set by itself) out of distribution."""
     chosen = {n: t[:networks] for n, t in references.items()}
-    members = len(next(iter(chosen.values())))
+    members = sample_count(chosen)
     inside = _probabilities(model, chosen, test, device)
     found, pairs = {}, {}
     upper = torch.triu_indices(members, members, 1, device="cpu")
@@ -338,7 +408,3 @@ def _marginal(graph: SymmetryGraph, states: Mapping[str, Tensor], device: torch.
         }
         for when, t in {"before": states[layer], "after": torch.cat(parts)}.items()
     }
-
-
-def _seed(seed: int, row: str) -> int:
-    return zlib.crc32(f"{seed}/{row}".encode())

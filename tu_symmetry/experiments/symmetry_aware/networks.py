@@ -14,15 +14,7 @@ class SmallLeNet(nn.Module):
     """Two strided convolutions and two linear layers with ReLU, dropout before each layer that reads a hidden one.
 
     A LeNet without pooling: 1,738 parameters with the default widths. Dropout drops whole channels, so that networks
-    with and without it have the same weights, and the same symmetries.
-
-    Args:
-        num_classes: number of outputs.
-        channels: the channels of the two convolutions.
-        hidden: units of the first linear layer.
-        dropout: probability of dropping a channel or unit; 0 for none.
-        in_channels: the number of channels of the images.
-        side: height and width of the images.
+    with and without it have the same weights, and the same symmetries. ``side``: height and width of the images.
     """
 
     def __init__(
@@ -59,7 +51,6 @@ def residual_network(
 
     Args:
         arch: 18 or 20, for example.
-        num_classes: number of outputs.
         dropout: probability of dropping a channel within blocks, and a feature before the last layer.
         filter_response: filter response normalization and SiLU in place of batch normalization and ReLU.
         bayesian: Bayesian layers of TorchUncertainty in place of all convolutions and linear layers, each mean at its

@@ -1,19 +1,21 @@
-"""The report of the main table: numbers with intervals, controls, claims and figures."""
+"""The report of the main table: numbers with intervals, controls, the paper's claims answered, and figures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.stats import spearmanr
 
-from tu_symmetry.experiments.symmetry_aware.claims import answers
+from tu_symmetry.experiments.symmetry_aware.evaluation import MULTI, ONE
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.commands import CommandTable
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import Report
+from tu_symmetry.tables.report import Answer, Found, Report, answered, table
 
 COLUMNS = {
     "mmd": "MMD ↓",
@@ -27,147 +29,205 @@ COLUMNS = {
     "id_mi": "ID MI ↓",
     "ood_mi": "OOD MI ↑",
 }
-_PERCENT = ("accuracy", "ece", "ace", "brier", "aupr", "fpr95")
+LOWER = {"ece", "ace", "brier", "fpr95"}  # what is better when it is less
+CALIBRATION = ("ece", "ace", "brier")
+DETECTION = ("aupr", "fpr95")
+PERCENT = ("accuracy", *CALIBRATION, *DETECTION)
+CONTROLS = {
+    "MMD, equal sizes": "mmd_equal",
+    "NS, equal sizes": "ns_equal",
+    "NS, aligned": "ns_aligned",
+    "NS, aligned, equal sizes": "ns_aligned_equal",
+}
+_ALPHA = 0.05
 
 
 def report(out: Path, recipe: str, evaluation: Path) -> Outcome:
-    """Write ``report.md`` and its figures from what :func:`evaluate` has left.
-
-    Args:
-        out: folder of the report.
-        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note, claims and the paper's numbers.
-        evaluation: folder of :func:`~tu_symmetry.experiments.symmetry_aware.evaluate`.
-    """
-    report, found = Report(out, recipe), Outcome.load(evaluation).results
-    report.add(main_table(report.table, found), control_table(found), mode_table(found), quotient_table(found))
-    if any("agreement" in entries[0] for entries in found["rows"].values()):
-        report.add(trusted_table(found))
-    report.add(claim_table(report.table, found))
-    report.figure(
-        "diversity",
-        draw_diversity,
-        found["pairs"],
-        alt="pairwise mutual information",
-        before="## Diversity",
-        after="Each point is a pair of reference networks.",
+    """Write ``report.md`` and its figures from what :func:`evaluate` has left in its folder."""
+    page, found = Report(out, recipe), Outcome.load(evaluation).results
+    page.add(*tables(page.table, found))
+    claims = answered(page.table.claims, ANSWERS, found)
+    body = [[one.verdict, page.table.claims[name], one.evidence] for name, one in claims.items()]
+    page.add(Grid("The paper's claims", ["", "claim", "evidence"], body))
+    pairs = "Each point is a pair of reference networks."
+    removal = (
+        "Distribution of the first layer's weights before and after the paper's removal, one method a panel; dotted: "
+        "the reference."
     )
-    report.figure("discrepancy", draw_discrepancy, found["rows"], before="## MMD against NS")
-    report.figure(
-        "marginals",
-        draw_marginals,
-        found["marginals"],
-        before="## Marginals",
-        after="Distribution of the first layer's weights before and after the paper's removal, one method a panel; "
-        "dotted: the reference.",
-    )
-    report.figure(
-        "largest",
-        draw_largest,
-        found,
-        alt="largest weights",
-        before="## Where a layer's largest weight is",
-        after="Uniform for independent networks.",
-    )
-    return report.done()
+    where, uniform = "Where a layer's largest weight is", "Uniform for independent networks."
+    alt = "pairwise mutual information"
+    page.figure("diversity", draw_diversity, found["pairs"], title="Diversity", alt=alt, after=pairs)
+    page.figure("discrepancy", draw_discrepancy, found["rows"], title="MMD against NS")
+    page.figure("marginals", draw_marginals, found["marginals"], title="Marginals", after=removal)
+    page.figure("largest", draw_largest, found, title=where, alt="largest weights", after=uniform)
+    return page.done()
 
 
-def main_table(table: CommandTable, found: Mapping[str, Any]) -> Grid:
-    """Every row with its intervals, and the paper's numbers below where there are any."""
-    body = []
-    for row, entries in found["rows"].items():
-        cells = []
-        for column in COLUMNS:
-            value, low, high = _interval(entries[0], column)
-            shown = f"{value} [{low}, {high}]"
-            theirs = table.paper.get(column, {}).get(row)
-            cells.append(shown if theirs is None else f"{shown}\n{theirs:g}")
-        body.append([row, *cells])
-    networks = found["networks"]
-    first = next(iter(found["rows"].values()))[0]
+def tables(recipe: CommandTable, found: Found) -> list[Grid]:
+    """The main table with intervals, above the paper's numbers; its controls; the choice of the mode; distances."""
+    every: Mapping[str, Any] = found["rows"]
+    rows = {row: entries[0] for row, entries in every.items()}
+    first, networks = next(iter(rows.values())), found["networks"]
+
+    def main(row: str, column: str) -> str:
+        value, low, high = _interval(rows[row], column)
+        theirs = recipe.paper.get(column, {}).get(row)
+        return f"{value} [{low}, {high}]" + ("" if theirs is None else f"\n{theirs:g}")
+
     caption = (
         f"{networks['row']} networks in each row, {networks['reference']} in the reference; brackets: 95 % bootstrap "
         f"intervals (networks or whole runs for MMD and NS, points for the others). MMD and NS times 100, squared, "
         f"{first['mmd']['aggregation']}; NS: {first['ns']['removed']}. MI in hundredths of a nat."
     )
-    return Grid(table.title, ["", *COLUMNS.values()], body, caption)
-
-
-def control_table(found: Mapping[str, Any]) -> Grid:
-    """MMD and NS at equal sizes, with p-values, and NS with this package's removal."""
+    columns: dict[str, Any] = {name: lambda row, c=c: main(row, c) for c, name in COLUMNS.items()}
+    made = [table(recipe.title, {row: row for row in rows}, columns, caption)]
     columns = {
-        "mmd_equal": "MMD, equal sizes",
-        "ns_equal": "NS, equal sizes",
-        "ns_aligned": "NS, aligned",
-        "ns_aligned_equal": "NS, aligned, equal sizes",
+        name: lambda e, c=c: f"{100 * e[c]['value']:.2f} (p {e[c]['p_value']:.3f})" for name, c in CONTROLS.items()
     }
-    body = [
-        [row, *(f"{100 * e[c]['value']:.2f} (p {e[c]['p_value']:.3f})" for e in entries[:1] for c in columns)]
-        for row, entries in found["rows"].items()
-    ]
-    first = next(iter(found["rows"].values()))[0]
     sizes = " and ".join(map(str, first["mmd_equal"]["sizes"]))
     caption = f"times 100; equal sizes: {sizes} networks; aligned: {first['ns_aligned']['removed']}"
-    return Grid("Controls of MMD and NS", ["", *columns.values()], body, caption)
+    made.append(table("Controls of MMD and NS", rows, columns, caption))
+    columns = {
+        COLUMNS[c]: lambda entries, c=c: " / ".join(_interval(e, c)[0] for e in entries)
+        for c in ("mmd", "ns", "accuracy", "ece")
+    }
+    several = {row: entries for row, entries in every.items() if len(entries) > 1}
+    made.append(table("The choice of the mode", several, columns, "by run"))
+    columns = {
+        "aligned L2": lambda e: f"{e['quotient']['aligned_l2']:.2f}",
+        "within the row": lambda e: f"{e['quotient']['within'][0]:.2f}",
+        "energy": lambda e: f"{e['quotient']['energy']:.3f}",
+        "sliced Wasserstein": lambda e: f"{e['quotient']['sliced_wasserstein']:.4f}",
+    }
+    within = f"within the reference {first['quotient']['within'][1]:.2f}"
+    caption = f"between a row and the reference, {first['quotient']['removed']}; {within}"
+    made.append(table("On the quotient space", rows, columns, caption))
+    if any("agreement" in entry for entry in rows.values()):
+        columns = {
+            "agreement % ↑": lambda e: f"{100 * e['agreement']:.2f}",
+            "total variation ↓": lambda e: f"{e['total_variation']:.4f}",
+        }
+        made.append(table("Against the trusted predictive", rows, columns))
+    return made
 
 
-def mode_table(found: Mapping[str, Any]) -> Grid:
-    """What the choice of the one mode makes of MMD, NS, accuracy and ECE: each run by itself."""
-    body = []
-    for row, entries in found["rows"].items():
-        if len(entries) < 2:
-            continue
-        cells = [" / ".join(_interval(e, column)[0] for e in entries) for column in ("mmd", "ns", "accuracy", "ece")]
-        body.append([row, *cells])
-    return Grid("The choice of the mode", ["", *(COLUMNS[c] for c in ("mmd", "ns", "accuracy", "ece"))], body, "by run")
+def _interval(entry: Found, column: str) -> tuple[str, ...]:
+    test = entry[column]
+    values = (test["value"], *test["interval"]) if column in ("mmd", "ns") else test
+    digits = 1 if column in PERCENT else 2
+    return tuple("–" if v is None else f"{100 * v:.{digits}f}" for v in values)
 
 
-def quotient_table(found: Mapping[str, Any]) -> Grid:
-    """Distances on the quotient space."""
-    body = []
-    for row, entries in found["rows"].items():
-        q = entries[0]["quotient"]
-        body.append(
-            [
-                row,
-                f"{q['aligned_l2']:.2f}",
-                f"{q['within'][0]:.2f}",
-                f"{q['energy']:.3f}",
-                f"{q['sliced_wasserstein']:.4f}",
-            ]
+def _rows(found: Found) -> dict[str, Any]:
+    return {row: entries[0] for row, entries in found["rows"].items()}
+
+
+def _multi_is_better(found: Found, columns: Sequence[str]) -> Answer:
+    """Each method against itself with one mode: better in every column, and apart from chance in most."""
+    rows = _rows(found)
+    methods = [r.partition("/")[2] for r in rows if r.startswith(ONE) and f"{MULTI}/{r.partition('/')[2]}" in rows]
+    better, clear, worse, words = 0, 0, 0, []
+    for method in methods:
+        for column in columns:
+            one, many = rows[f"{ONE}/{method}"][column], rows[f"{MULTI}/{method}"][column]
+            gain = (many[0] - one[0]) * (-1 if column in LOWER else 1)
+            apart = many[1] > one[2] or many[2] < one[1]
+            better += gain > 0
+            clear += gain > 0 and apart
+            worse += gain < 0 and apart
+            if gain <= 0:
+                words.append(f"{method} {column} {one[0]:.3f} → {many[0]:.3f}{' (apart)' if apart else ''}")
+    total = len(methods) * len(columns)
+    if not total:
+        return Answer("undecided", "no method is in both halves of the table")
+    evidence = f"better in {better} of {total} comparisons, with disjoint intervals in {clear}"
+    evidence += f"; not in {', '.join(words)}" if words else ""
+    verdict = "holds" if better == total and clear > 0 else "fails" if worse > 0 or better <= total / 2 else "undecided"
+    return Answer(verdict, evidence)
+
+
+def _uncorrelated(found: Found) -> Answer:
+    """Spearman's rank correlation over the rows of each quality with each column of performance."""
+    rows, strong, words = _rows(found), [], []
+    for quality in ("mmd", "ns"):
+        for column in PERCENT:
+            values = [(r[quality]["value"], r[column][0]) for r in rows.values()]
+            rho, p = spearmanr(*zip(*values, strict=True))
+            words.append(f"{quality}–{column} {rho:+.2f}")
+            if p < _ALPHA / 12:  # twelve pairs
+                strong.append(f"{quality}–{column}")
+    evidence = f"Spearman over {len(rows)} rows: {', '.join(words)}; "
+    evidence += f"significant after Bonferroni: {', '.join(strong) or 'none'}"
+    return Answer("fails" if strong else "holds", evidence)
+
+
+def _ranking(found: Found) -> Answer:
+    """Pairs of rows that plain MMD and NS order differently, and those whose intervals are disjoint both times."""
+    rows, turned, sure = _rows(found), 0, []
+    for a, b in combinations(rows, 2):
+        plain, removed = ((rows[a][k], rows[b][k]) for k in ("mmd", "ns"))
+        if (plain[0]["value"] - plain[1]["value"]) * (removed[0]["value"] - removed[1]["value"]) < 0:
+            turned += 1
+            if all(
+                x["interval"][1] < y["interval"][0] or y["interval"][1] < x["interval"][0] for x, y in (plain, removed)
+            ):
+                sure.append(f"{a} and {b}")
+    total = len(rows) * (len(rows) - 1) // 2
+    evidence = f"{turned} of {total} pairs change their order, {len(sure)} with disjoint intervals before and after"
+    evidence += f" ({'; '.join(sure[:4])})" if sure else ""
+    return Answer("holds" if sure else "fails" if not turned else "undecided", evidence)
+
+
+def _dispersion(found: Found) -> Answer:
+    """The standard deviation over pairs, in nats, on OOD data against test data, and both relative to the mean."""
+    words, greater, relative = [], [], []
+    for name, d in found["diversity"].items():
+        inside, outside = d["id_mean"] * d["id_dispersion"], d["ood_mean"] * d["ood_dispersion"]
+        words.append(
+            f"{name}: std {inside:.4f} nats in, {outside:.4f} out (relative {d['id_dispersion']:.2f}, "
+            f"{d['ood_dispersion']:.2f})"
         )
-    header = ["", "aligned L2", "within the row", "energy", "sliced Wasserstein"]
-    q = next(iter(found["rows"].values()))[0]["quotient"]
-    caption = f"between a row and the reference, {q['removed']}; within the reference {q['within'][1]:.2f}"
-    return Grid("On the quotient space", header, body, caption)
+        greater.append(outside > inside)
+        relative.append(d["ood_dispersion"] > d["id_dispersion"])
+    verdict = "holds" if all(greater) and all(relative) else "undecided" if all(greater) else "fails"
+    return Answer(verdict, "; ".join(words) + ("" if all(relative) else "; relative to the mean it does not"))
 
 
-def trusted_table(found: Mapping[str, Any]) -> Grid:
-    """Agreement with and total variation to the trusted predictive."""
-    body = [
-        [row, f"{100 * e[0]['agreement']:.2f}", f"{e[0]['total_variation']:.4f}"] for row, e in found["rows"].items()
-    ]
-    return Grid("Against the trusted predictive", ["", "agreement % ↑", "total variation ↓"], body)
+def _weak(found: Found) -> Answer:
+    words, largest, least = [], 0.0, 1.0
+    for name, d in found["diversity"].items():
+        low, high = d["correlation_interval"]
+        words.append(f"{name}: {d['correlation']:+.2f} [{low:+.2f}, {high:+.2f}]")
+        largest = max(largest, abs(d["correlation"]))
+        least = min(least, 0.0 if low < 0 < high else min(abs(low), abs(high)))
+    verdict = "holds" if largest < 0.5 else "fails" if least > 0.5 else "undecided"
+    return Answer(verdict, f"Pearson's correlation over the pairs, weak below 0.5: {', '.join(words)}")
 
 
-def claim_table(table: CommandTable, found: Mapping[str, Any]) -> Grid:
-    """The paper's claims, one by one."""
-    given = answers(found)
-    body = [[given[name].verdict, sentence, given[name].evidence] for name, sentence in table.claims.items()]
-    return Grid("The paper's claims", ["", "claim", "evidence"], body)
+def _corollary(found: Found) -> Answer:
+    """Accepted for independent networks, rejected for what comes from one run."""
+    rows = {row: entry["homogeneity"]["p_value"] for row, entry in _rows(found).items()}
+    runs = {name: entry["p_value"] for name, entry in found["homogeneity"].items()}
+    independent = {"reference": runs.pop("reference")} | {row: p for row, p in rows.items() if "ensemble" in row}
+    single = {row: p for row, p in rows.items() if row.startswith(ONE)} | runs
+    words = ", ".join(f"{n} p = {p:.3f}" for n, p in {**independent, **single}.items())
+    holds = all(p > _ALPHA for p in independent.values()) and all(p <= _ALPHA for p in single.values())
+    return Answer("holds" if holds else "fails", words)
 
 
-def _interval(entry: Mapping[str, Any], column: str) -> tuple[str, str, str]:
-    if column in ("mmd", "ns"):
-        test = entry[column]
-        values = (test["value"], *test["interval"])
-        digits = 2
-    else:
-        values = entry[column]
-        digits = 1 if column in _PERCENT else 2
-    return tuple("–" if v is None else f"{100 * v:.{digits}f}" for v in values)  # type: ignore[return-value]
+ANSWERS = {
+    "calibration": lambda found: _multi_is_better(found, CALIBRATION),
+    "detection": lambda found: _multi_is_better(found, DETECTION),
+    "diversity": lambda found: _multi_is_better(found, ("id_mi", "ood_mi")),
+    "correlation": _uncorrelated,
+    "ranking": _ranking,
+    "dispersion": _dispersion,
+    "weakly_correlated": _weak,
+    "corollary": _corollary,
+}
 
 
-def draw_diversity(path: Path, pairs: Mapping[str, Any]) -> None:
+def draw_diversity(path: Path, pairs: Found) -> None:
     """Mutual information of pairs of networks on OOD data against that on test data, a panel for each OOD set."""
     with plots.figure(path, len(pairs)) as axes:
         for ax, (name, (inside, outside)) in zip(axes, pairs.items(), strict=True):
@@ -175,23 +235,26 @@ def draw_diversity(path: Path, pairs: Mapping[str, Any]) -> None:
             ax.set(title=name, xlabel="ID mutual information (nats)", ylabel="OOD mutual information (nats)")
 
 
-def draw_discrepancy(path: Path, rows: Mapping[str, Any]) -> None:
+def draw_discrepancy(path: Path, rows: Found) -> None:
     """NS against MMD of every row, with its intervals."""
-    with plots.figure(path, 1, width=4.4, height=3.4) as axes:
+    with plots.figure(path, 1, width=4.4, height=3.4) as (ax,):
         for row, entries in rows.items():
             color = plots.ORANGE if row.startswith("one") else plots.BLUE
             mmd, ns = (entries[0][k] for k in ("mmd", "ns"))
-            axes[0].errorbar(
-                100 * mmd["value"], 100 * ns["value"], xerr=_reach(mmd), yerr=_reach(ns), fmt="o", color=color
-            )
-            axes[0].annotate(
-                row.partition("/")[2], (100 * mmd["value"], 100 * ns["value"]), fontsize=7,
-                xytext=(4, 3), textcoords="offset points",
-            )  # fmt: skip
-        axes[0].set(title="Orange: one mode, blue: several", xlabel="MMD, times 100", ylabel="NS, times 100")
+            place = (100 * mmd["value"], 100 * ns["value"])
+            ax.errorbar(*place, xerr=_reach(mmd), yerr=_reach(ns), fmt="o", color=color)
+            ax.annotate(row.partition("/")[2], place, fontsize=7, xytext=(4, 3), textcoords="offset points")
+        ax.set(title="Orange: one mode, blue: several", xlabel="MMD, times 100", ylabel="NS, times 100")
 
 
-def draw_marginals(path: Path, marginals: Mapping[str, Any]) -> None:
+def _reach(test: Found) -> list[list[float]] | None:
+    low, high = test["interval"]
+    if low is None or high is None:
+        return None
+    return [[100 * max(0.0, test["value"] - low)], [100 * max(0.0, high - test["value"])]]
+
+
+def draw_marginals(path: Path, marginals: Found) -> None:
     """Distributions of the first layer's weights before and after the removal of symmetries."""
     sets = {n: s for n, s in marginals["sets"].items() if n != "reference"}
     levels, reference = marginals["levels"], marginals["sets"]["reference"]
@@ -204,34 +267,25 @@ def draw_marginals(path: Path, marginals: Mapping[str, Any]) -> None:
         axes[0].legend()
 
 
-def draw_largest(path: Path, found: Mapping[str, Any]) -> None:
+def _density(quantiles: Sequence[float], levels: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """A smoothed density from quantiles, good enough to look at."""
+    grid = np.linspace(quantiles[0], quantiles[-1], 60)
+    cdf = np.interp(grid, np.asarray(quantiles), np.asarray(levels))
+    return (grid[1:] + grid[:-1]) / 2, np.diff(cdf) / np.maximum(np.diff(grid), 1e-12)
+
+
+def draw_largest(path: Path, found: Found) -> None:
     """Which unit has the largest weight of its layer, sample by sample."""
-    panels = {n: h for n, h in found["homogeneity"].items()}
+    panels = dict(found["homogeneity"])
     first = next((row for row in found["rows"] if "ensemble" in row), None)
     if first is not None:
         panels[first] = found["rows"][first][0]["homogeneity"]
+    colors = (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE) * 9
     with plots.figure(path, len(panels)) as axes:
         for ax, (name, entry) in zip(axes, panels.items(), strict=True):
-            for (group, largest), color in zip(
-                entry["largest"].items(), (plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE) * 9, strict=False
-            ):
-                index, units = largest["index"], len(largest["counts"])
-                ax.plot([i / max(1, units - 1) for i in index], ".", color=color, markersize=2,
-                        label=f"{group} (p {largest['p_value']:.3f})")  # fmt: skip
+            for (group, largest), color in zip(entry["largest"].items(), colors, strict=False):
+                share = [i / max(1, len(largest["counts"]) - 1) for i in largest["index"]]
+                label = f"{group} (p {largest['p_value']:.3f})"
+                ax.plot(share, ".", color=color, markersize=2, label=label)
             ax.set(title=name, xlabel="sample", ylabel="unit, as a share of the layer")
             ax.legend(fontsize=6)
-
-
-def _reach(test: Mapping[str, Any]) -> list[list[float]] | None:
-    low, high = test["interval"]
-    if low is None or high is None:
-        return None
-    return [[100 * max(0.0, test["value"] - low)], [100 * max(0.0, high - test["value"])]]
-
-
-def _density(quantiles: Sequence[float], levels: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """A smoothed density from quantiles, good enough to look at."""
-    at, p = np.asarray(quantiles), np.asarray(levels)
-    grid = np.linspace(at[0], at[-1], 60)
-    cdf = np.interp(grid, at, p)
-    return (grid[1:] + grid[:-1]) / 2, np.diff(cdf) / np.maximum(np.diff(grid), 1e-12)

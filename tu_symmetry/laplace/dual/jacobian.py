@@ -7,29 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from tu_symmetry.laplace.dual.observation import LinearObservation
-from tu_symmetry.laplace.inputs import arguments, batch_size, rows_of
+from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
 
 class FlatTangentModel(TangentModel):
     """A tangent model whose outputs are ``[batch, outputs]``, whatever shape the network gives them."""
 
-    def function(self, inputs: Any) -> Callable[[dict[str, Tensor]], Tensor]:
-        """The flattened outputs on ``inputs`` as a function of the chosen parameters."""
-        weights = self.weights()
-        count = batch_size(inputs)
-
-        def outputs(parameters: dict[str, Tensor]) -> Tensor:
-            args, kwargs = arguments(inputs)
-            found = functional_call(self.model, {**weights, **parameters}, args, kwargs)
-            if isinstance(found, Tensor) and found.ndim > 2 and len(found) == count:
-                found = found.flatten(1)
-            return found
-
-        return outputs
+    def read(self, found: Any, batch: int) -> Tensor:
+        """The flattened outputs."""
+        several = isinstance(found, Tensor) and found.ndim > 2 and len(found) == batch
+        return super().read(found.flatten(1) if several else found, batch)
 
 
 def jacobian(tangent: TangentModel, inputs: Any, *, chunk: int = 56) -> dict[str, Tensor]:
@@ -37,27 +28,15 @@ def jacobian(tangent: TangentModel, inputs: Any, *, chunk: int = 56) -> dict[str
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
         count, width = outputs.shape
-        if width <= count:  # few outputs: one of all samples at a time
-            columns = []
-            for column in range(width):
-                cotangent = torch.zeros_like(outputs)
-                cotangent[:, column] = 1
-                pieces = [
-                    tangent.sample_gradients(rows_of(inputs, slice(i, i + chunk)), cotangent[i : i + chunk])
-                    for i in range(0, count, chunk)
-                ]
-                columns.append(torch.cat(pieces))
-            flat = torch.stack(columns, dim=1).flatten(0, 1)
-        else:
-            flat = outputs.new_empty(count * width, tangent.size)
-            eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
-            for sample in range(count):
-                row = rows_of(inputs, slice(sample, sample + 1))
-                with torch.enable_grad():
-                    pullback = vjp(tangent.function(row), tangent.parameters())[1]
-                    for start in range(0, width, chunk):
-                        rows = _gradients(tangent, pullback, eye[start : start + chunk].unsqueeze(1))
-                        flat[sample * width + start : sample * width + start + len(rows)] = rows
+        flat = outputs.new_empty(count * width, tangent.size)
+        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+        for sample in range(count):
+            row = rows_of(inputs, slice(sample, sample + 1))
+            with torch.enable_grad():
+                pullback = vjp(tangent.function(row), tangent.parameters())[1]
+                for start in range(0, width, chunk):
+                    rows = _gradients(tangent, pullback, eye[start : start + chunk].unsqueeze(1))
+                    flat[sample * width + start : sample * width + start + len(rows)] = rows
     return {name: flat[:, s.start : s.stop].unflatten(1, s.shape) if s.shape else flat[:, s.start]
             for name, s in tangent.slots.items()}  # fmt: skip
 
@@ -83,11 +62,6 @@ class ObservedTangent:
         tangent: the network.
         batches: its inputs, batch after batch; outputs are those of all of them, one after the other.
         observation: ``A``; None for the identity.
-
-    Attributes:
-        outputs: number of outputs ``d``.
-        values: number of observed values ``m``.
-        size: number of weights.
     """
 
     def __init__(
@@ -100,10 +74,8 @@ class ObservedTangent:
         self._shapes = [tuple(f.shape) for f in found]
         self.base = torch.cat([f.reshape(-1) for f in found])
         self.outputs, self.size = self.base.numel(), tangent.size
-        expected = self.outputs if self.observation.outputs is None else self.observation.outputs
-        self.values = self.outputs if self.observation.values is None else self.observation.values
+        self.values = self.outputs if self.observation.matrix is None else len(self.observation.matrix)
         self.observation.check_sizes(self.outputs, self.values)
-        assert expected == self.outputs
 
     def forward(self, vectors: Tensor) -> Tensor:
         """``A J v``: ``[count, size] -> [count, values]``."""

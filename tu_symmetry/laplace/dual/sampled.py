@@ -1,17 +1,7 @@
 """The evidence of tangent models that no dense matrix fits: samples, conjugate gradients, a low-rank preconditioner.
 
 ``K = A J S J^T A^T + v I`` is only ever multiplied with vectors, one Jacobian product each way. Posterior samples are
-prior samples, corrected (arXiv 2210.04994)::
-
-    theta_0 ~ N(0, S), e ~ N(0, v I):      zeta = theta_0 - S J^T A^T K^-1 (A J theta_0 + e)  ~  N(0, H^-1),
-
-with ``H = S^-1 + J^T A^T A J / v``. Hyperparameters take stochastic gradients, ``tr(K^-1 dK) = E[z . K^-1 dK z]`` with
-random signs z.
-
-A hyperprior of the outputs, total variation say, reads prior variances of differences of outputs. Those of a block are
-``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over its patterns n, where ``g_n [k]`` is the derivative of the difference in
-the k weights of one pattern. G does not depend on the hyperparameters and is estimated once: with random signs ``u_n``
-``h = sum_n u_n g_n`` takes k Jacobian products (3 x 3 kernels: nine), and ``E h h^T = G``. Every estimate is positive.
+prior samples, corrected (arXiv 2210.04994); hyperparameters take stochastic gradients, by random signs.
 """
 
 from __future__ import annotations
@@ -20,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,14 +27,12 @@ class SolverWarning(UserWarning):
     """Conjugate gradients stopped before their tolerance."""
 
 
-@dataclass(frozen=True, eq=False)
-class ConjugateGradients:
+class ConjugateGradients(NamedTuple):
     """Solutions of ``K x = b`` for several right sides."""
 
     solution: Tensor  # [count, m]
     iterations: int
     residual: float  # largest |K x - b| / |b|
-    converged: bool
 
 
 def conjugate_gradients(
@@ -72,8 +60,8 @@ def conjugate_gradients(
         active = rz.abs() > 0
         if not bool(torch.isfinite(curvature).all()) or bool((active & (curvature <= 0)).any()):
             raise ValueError(
-                "the operator is not positive definite along a direction of conjugate gradients: a singular prior, "
-                "a noise variance that is lost in rounding (use float64), or NaN in the network's Jacobian"
+                "the operator is not positive definite: a singular prior, a noise variance that is lost in rounding "
+                "(use float64), or NaN in the network's Jacobian"
             )
         step = torch.where(active, rz / curvature.clamp(min=torch.finfo(right.dtype).tiny), 0.0)
         x, r = x + step * p, r - step * q
@@ -82,15 +70,14 @@ def conjugate_gradients(
         p = z + torch.where(active, new / rz.where(active, torch.ones_like(rz)), 0.0) * p
         rz, iterations = new, iterations + 1
     residual = float((r.norm(dim=1, keepdim=True) / size).max())
-    return ConjugateGradients(x, iterations, residual, residual <= tolerance)
+    return ConjugateGradients(x, iterations, residual)
 
 
 class NystromPreconditioner:
     """The inverse of ``U diag(e) U^T + v I`` for a randomized low-rank approximation of a positive operator.
 
-    The operator ``G`` is multiplied once with ``rank`` random vectors. On the complement of ``U`` it acts as its
-    smallest kept eigenvalue does, so that the preconditioned spectrum is flat. ``product`` is that of ``G`` (without
-    noise) with ``[count, values]``; ``like`` has the dtype and the device.
+    The operator is multiplied (``product``, without noise) once with ``rank`` random vectors. On the complement of
+    ``U`` it acts as its smallest kept eigenvalue does, so that the preconditioned spectrum is flat.
     """
 
     def __init__(
@@ -128,51 +115,44 @@ class SampledResult:
 
     phi: dict[str, Tensor]  # block to hyperparameters (logarithms)
     noise_variance: float
-    theta: Tensor  # the tangent mode of the last step, a flat vector
     history: list[dict[str, Any]] = field(repr=False)  # hyperparameters and noise variance of each step
 
 
+@dataclass(frozen=True, eq=False)
 class SampledStatistics:
     """What a hyperprior reads of a network whose kernels fit nowhere: its outputs, and variances by random signs.
 
-    ``index`` gives the places of each block's weights. With ``num_probes`` random signs of a block a variance is
-    estimated to ``sqrt(2 / num_probes)`` of itself at worst.
+    The prior variance of a difference of outputs is ``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over the patterns of a
+    block, ``g_n`` being its derivative in the weights of one. ``G`` is estimated once, whatever the hyperparameters:
+    with random signs ``u_n``, ``h = sum_n u_n g_n`` takes one Jacobian product for each entry of a pattern, and
+    ``E h h^T = G``. An estimate is never negative, and off by ``sqrt(2 / num_probes)`` of itself at worst.
     """
 
-    def __init__(
-        self,
-        operator: ObservedTangent,
-        priors: Mapping[str, StructuredPrior],
-        index: Mapping[str, Tensor],
-        *,
-        num_probes: int,
-        seed: int,
-    ) -> None:
-        if num_probes < 1:
-            raise ValueError(f"num_probes={num_probes} has to be at least 1")
-        self.operator, self.priors, self.index = operator, dict(priors), dict(index)
-        self.num_probes, self.seed = num_probes, seed
+    evidence: SampledEvidence
+    num_probes: int
+
+    def __post_init__(self) -> None:
+        if self.num_probes < 1:
+            raise ValueError(f"num_probes={self.num_probes} has to be at least 1")
 
     @property
     def outputs(self) -> Tensor:
         """``f``, all outputs in one vector ``[d]``."""
-        return self.operator.base
+        return self.evidence.operator.base
 
     def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         """Estimates of :meth:`.evidence.DualStatistics.difference_variances`, float64 on the CPU."""
-        prior, own = self.priors[name], self.index[name]
-        generator = torch.Generator().manual_seed(self.seed + 104729 * (1 + list(self.priors).index(name)))
-        basis = prior.basis.double()
+        own, operator = self.evidence, self.evidence.operator
+        prior = own.priors[name]
+        generator = torch.Generator().manual_seed(own.seed + 104729 * (1 + list(own.priors).index(name)))
+        basis, places = prior.basis.double(), own.index[name].view(-1, prior.pattern)
         total = torch.zeros(len(basis), len(first), dtype=torch.float64, device="cpu")
-        places = own.view(-1, prior.pattern)
         for _ in range(self.num_probes):
-            signs = (2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1).to(
-                self.operator.base
-            )
-            vectors = self.operator.base.new_zeros(prior.pattern, self.operator.size)
+            signs = 2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1
+            vectors = operator.base.new_zeros(prior.pattern, operator.size)
             for offset in range(prior.pattern):
-                vectors[offset, places[:, offset]] = signs
-            moved = self.operator.unobserved(vectors)
+                vectors[offset, places[:, offset]] = signs.to(vectors)
+            moved = operator.unobserved(vectors)
             h = (moved[:, second.to(moved.device)] - moved[:, first.to(moved.device)]).double().cpu()
             for r, form in enumerate(basis):  # one form after the other: [k, pairs] is what is in memory
                 total[r] += (h * (form @ h)).sum(0)
@@ -225,10 +205,6 @@ class SampledEvidence:
             for prior in priors
         }
 
-    def initial(self) -> dict[str, Tensor]:
-        """The hyperparameters that the priors start from."""
-        return {name: prior.initial() for name, prior in self.priors.items()}
-
     def _by_block(self, phi: Mapping[str, Tensor], vectors: Tensor, method: str) -> Tensor:
         found = torch.zeros_like(vectors)
         for name, prior in self.priors.items():
@@ -251,7 +227,7 @@ class SampledEvidence:
 
     def solve(
         self, phi: Mapping[str, Tensor], noise: float, right: Tensor, *, preconditioner: Product | None = None
-    ) -> ConjugateGradients:
+    ) -> Tensor:
         """``K^-1 b`` for ``[count, m]``; a :class:`SolverWarning` where it stops before the tolerance."""
         found = conjugate_gradients(
             lambda u: self.kernel(phi, u) + noise * u,
@@ -260,14 +236,14 @@ class SampledEvidence:
             tolerance=self.tolerance,
             max_iterations=self.max_iterations,
         )
-        if not found.converged:
+        if not found.residual <= self.tolerance:
             warnings.warn(
                 f"conjugate gradients stopped at a residual of {found.residual:.1e} after {found.iterations} "
                 f"iterations (asked for {self.tolerance:.1e}); raise max_iterations or rank",
                 SolverWarning,
                 stacklevel=3,
             )
-        return found
+        return found.solution
 
     def samples(
         self,
@@ -277,21 +253,23 @@ class SampledEvidence:
         count: int | None = None,
         seed: int | None = None,
         preconditioner: Product | None = None,
-    ) -> tuple[Tensor, Tensor, ConjugateGradients]:
-        """Posterior samples ``[count, size]`` of the deviation from ``theta*``, ``theta*``, and the solve of both."""
+    ) -> tuple[Tensor, Tensor]:
+        """Posterior samples ``[count, size]`` of the deviation from ``theta*``, and ``theta*``.
+
+        ``theta_0 - S J^T A^T K^-1 (A J theta_0 + e)`` is such a sample, of ``theta_0`` from the prior and noise ``e``.
+        """
         count = self.count if count is None else count
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        drawn = torch.randn(count, self.operator.size, generator=generator, dtype=self.like.dtype, device="cpu").to(
-            self.like
-        )
-        error = torch.randn(count, self.operator.values, generator=generator, dtype=self.like.dtype, device="cpu").to(
-            self.like
+        drawn, error = (
+            torch.randn(count, n, generator=generator, dtype=self.like.dtype, device="cpu").to(self.like)
+            for n in (self.operator.size, self.operator.values)
         )
         prior = self._by_block(phi, drawn, "root_product")
         right = self.operator.forward(prior) + math.sqrt(noise) * error
-        solved = self.solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner=preconditioner)
-        back = self._by_block(phi, self.operator.adjoint(solved.solution), "product")
-        return prior - back[:-1], back[-1], solved
+        right = torch.cat([right, self.target.unsqueeze(0)])
+        solved = self.solve(phi, noise, right, preconditioner=preconditioner)
+        back = self._by_block(phi, self.operator.adjoint(solved), "product")
+        return prior - back[:-1], back[-1]
 
     def gradient(
         self,
@@ -308,15 +286,14 @@ class SampledEvidence:
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         m = self.operator.values
         probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator, device="cpu") - 1).to(self.like)
-        solved = self.solve(
-            phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner=preconditioner
-        ).solution
+        right = torch.cat([probes, self.target.unsqueeze(0)])
+        solved = self.solve(phi, noise, right, preconditioner=preconditioner)
         pulled = self.operator.adjoint(torch.cat([solved, probes]))
-        left, alpha, right = pulled[: self.count], pulled[self.count], pulled[self.count + 1 :]
+        left, alpha, plain = pulled[: self.count], pulled[self.count], pulled[self.count + 1 :]
         found = {}
         for name, prior in self.priors.items():
             own = self.index[name]
-            by_pattern = [x[..., own].unflatten(-1, (-1, prior.pattern)) for x in (left, right, alpha)]
+            by_pattern = [x[..., own].unflatten(-1, (-1, prior.pattern)) for x in (left, plain, alpha)]
             outer = torch.einsum("snk,snl->kl", by_pattern[0], by_pattern[1]) / self.count
             outer = outer - torch.einsum("nk,nl->kl", by_pattern[2], by_pattern[2])
             slopes = 0.5 * torch.einsum("kl,rkl->r", outer.double().cpu(), prior.basis)
@@ -328,24 +305,19 @@ class SampledEvidence:
 
     def adam(
         self,
-        phi: Mapping[str, Tensor] | None = None,
         *,
         noise_variance: float = 1.0,
-        fit_noise: bool = True,
         num_steps: int = 3000,
         lr: float = 0.01,
         decay_every: int = 1000,
         refresh_every: int = 100,
         hyperprior: DualHyperprior | None = None,
         hyperprior_probes: int = 20,
-        progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> SampledResult:
         """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
 
         Args:
-            phi: to start from; None for the priors' own.
             noise_variance: to start from.
-            fit_noise: whether the noise variance moves.
             num_steps: how many.
             lr: learning rate of Adam.
             decay_every: steps after which the learning rate is halved.
@@ -353,19 +325,15 @@ class SampledEvidence:
             hyperprior: added to the negative log evidence, as for :class:`~.evidence.DualEvidence`; of
                 :class:`~tu_symmetry.laplace.TotalVariation` the variances are estimated, once for all steps.
             hyperprior_probes: random signs of each block for these estimates.
-            progress: called with the history's entry after each step.
         """
-        leaves = {name: own.double().clone() for name, own in (phi or self.initial()).items()}
+        leaves = {name: prior.initial() for name, prior in self.priors.items()}
         noise = torch.tensor(math.log(noise_variance), dtype=torch.float64, device="cpu")
-        moved = [*leaves.values(), *([noise] if fit_noise else [])]
-        optimizer = torch.optim.Adam(moved, lr=lr)
+        optimizer = torch.optim.Adam([*leaves.values(), noise], lr=lr)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
         history: list[dict[str, Any]] = []
         preconditioner = None
         kept: dict[Any, Any] = {}
-        statistics = SampledStatistics(
-            self.operator, self.priors, self.index, num_probes=hyperprior_probes, seed=self.seed
-        )
+        statistics = SampledStatistics(self, hyperprior_probes)
         for step in range(num_steps):
             variance = float(noise.exp())
             if step % refresh_every == 0:
@@ -383,16 +351,10 @@ class SampledEvidence:
             for name, own in leaves.items():
                 limits = torch.tensor(self.priors[name].bounds(), dtype=torch.float64, device="cpu")
                 own.copy_(own.clamp(limits[:, 0], limits[:, 1]))
-            entry = {
-                "step": step + 1,
-                "phi": {name: own.tolist() for name, own in leaves.items()},
-                "noise_variance": float(noise.exp()),
-            }
-            history.append(entry)
-            if progress is not None:
-                progress(entry)
-        _, theta, _ = self.samples(leaves, float(noise.exp()), count=1, preconditioner=preconditioner)
-        return SampledResult(dict(leaves), float(noise.exp()), theta, history)
+            history.append(
+                {"phi": {name: own.tolist() for name, own in leaves.items()}, "noise_variance": float(noise.exp())}
+            )
+        return SampledResult(leaves, float(noise.exp()), history)
 
     def _hyperprior_slopes(
         self,

@@ -1,15 +1,11 @@
 """The training data of the search for the joint optimum, and products with the network's Jacobian at all of them.
 
-The Jacobian does not change while weights and precisions are chosen. What a product with it needs of the network is
-therefore computed once (``torch.func.linearize`` and one ``vjp``), and kept where it fits a memory budget: a product
-then costs less than half of one that runs the network again. Batches of the loader are joined to larger chunks for it,
-since each linearization is traced, which takes about as long for a small batch as for a large one. Data that do not
-fit the memory themselves are read from the loader again for every product.
+What a product needs of the network is computed once and kept where it fits a memory budget, for batches that are joined
+to chunks. Data that do not fit the memory themselves are read from the loader again for every product.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -31,13 +27,8 @@ _COPIES = 2  # what is kept for J and for J^T is about as much each
 class TrainingData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
-    Attributes:
-        targets: the targets of every chunk, as the likelihood takes them.
-        outputs: the outputs of the network at the linearization point, chunk by chunk.
-        entries: numbers in the outputs of this process.
-        samples: the samples of all processes.
-        size: bytes of inputs and targets in memory; of several processes the mean.
-        kept: how many chunks of all processes are linearized once for all.
+    ``targets`` and ``outputs`` are those of every chunk of this process, with ``entries`` numbers in the outputs. Of
+    all processes are ``samples``, the mean bytes ``size`` of the data, and how many chunks are ``kept`` linearized.
     """
 
     def __init__(
@@ -49,37 +40,30 @@ class TrainingData:
         budget: int = BUDGET,
         most: int = BUDGET,
     ) -> None:
-        """Read the loader, and linearize as many chunks as fit.
-
-        Raises:
-            ValueError: no samples, or targets that the likelihood refuses.
-        """
         self.tangent, self.likelihood = tangent, likelihood
         device = tangent.point().device
-        self._linear: list[Linearization | None] = []
         self.targets: list[Tensor] = []
         self.outputs: list[Tensor] = []
+        self._linear: list[Linearization | None] = []
+        self._chunks: list[Any] = []
         read = _read(loader, device, most)
         self._loader = loader if read is None else None
-        self._chunks: list[Any] = []
         size = 0
         if read is None:
             with together(device):
                 for inputs, targets in batches(loader, device):
                     self._take(inputs, targets, None)
         else:
-            size = sum(t.numel() * t.element_size() for own, targets in read for t in (*tensors_in(own), targets))
+            size = sum(_bytes(inputs, targets) for inputs, targets in read)
             first = rows_of(read[0][0], slice(0, 8))
             each, largest = (count / batch_size(first) for count in _saved(tangent, first))
             rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
             affordable = int((budget - size) / max(1.0, _COPIES * each))
             for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
-                own = None
-                if affordable >= batch_size(inputs):
-                    affordable -= batch_size(inputs)
-                    own = tangent.linearize(inputs)
+                affords = affordable >= batch_size(inputs)
+                affordable -= batch_size(inputs) if affords else 0
                 self._chunks.append(inputs)
-                self._take(inputs, targets, own)
+                self._take(inputs, targets, tangent.linearize(inputs) if affords else None)
         self.entries = sum(o.numel() for o in self.outputs)
         own_samples = float(sum(len(o) for o in self.outputs))
         kept = sum(own is not None for own in self._linear)
@@ -94,52 +78,42 @@ class TrainingData:
         self.targets.append(self.likelihood.targets(outputs, targets))
 
     def chunks(self) -> Iterator[Any]:
-        """The inputs of every chunk.
-
-        Raises:
-            ValueError: a loader that is read again, and does not give the batches that it gave before.
-        """
+        """The inputs of every chunk; a ``ValueError`` where the loader is read again, and gives other batches."""
         if self._loader is None:
             yield from self._chunks
             return
-        number = 0
-        for inputs, targets in batches(self._loader, self.outputs[0].device):
-            expected = self.outputs[number] if number < len(self.outputs) else None
-            if expected is None or len(expected) != batch_size(inputs):
-                raise self._other()
-            if not torch.equal(self.likelihood.targets(expected, targets), self.targets[number]):
-                raise self._other()
-            number += 1
-            yield inputs
-        if number != len(self.outputs):
-            raise self._other()
-
-    def _other(self) -> ValueError:
-        return ValueError(
+        other = ValueError(
             "the training data do not fit the memory, so that the loader is read in every pass, and now it gives other "
             "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
         )
+        number = 0
+        for inputs, targets in batches(self._loader, self.outputs[0].device):
+            outputs = self.outputs[number] if number < len(self.outputs) else None
+            if outputs is None or len(outputs) != batch_size(inputs):
+                raise other
+            if not torch.equal(self.likelihood.targets(outputs, targets), self.targets[number]):
+                raise other
+            number += 1
+            yield inputs
+        if number != len(self.outputs):
+            raise other
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
         pairs = zip(self.chunks(), self._linear, strict=True)
         return [self.tangent.jvp(inputs, vector)[1] if own is None else own.push(vector) for inputs, own in pairs]
 
-    def without_linearizations(self) -> TrainingData:
-        """The same data, where every product runs the network again."""
-        found = copy.copy(self)
-        found._linear, found.kept = [None] * len(self._linear), 0
-        return found
-
     def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
         """The transposed Jacobian times cotangents in the outputs' shapes, summed over all data: a flat vector."""
-        found: Tensor | None = None
+        found = torch.zeros_like(self.tangent.point())
         for inputs, own, cotangent in zip(self.chunks(), self._linear, cotangents, strict=True):
-            part = self.tangent.vjp(inputs, cotangent) if own is None else own.pull(cotangent)
-            found = part if found is None else found + part
-        assert found is not None
+            found += self.tangent.vjp(inputs, cotangent) if own is None else own.pull(cotangent)
         all_reduce(found)
         return found
+
+
+def _bytes(*values: Any) -> int:
+    return sum(t.numel() * t.element_size() for own in values for t in tensors_in(own))
 
 
 def _read(loader: Iterable[Any], device: torch.device, most: int) -> list[tuple[Any, Tensor]] | None:
@@ -147,7 +121,7 @@ def _read(loader: Iterable[Any], device: torch.device, most: int) -> list[tuple[
     read, size = [], 0
     with together(device):
         for inputs, targets in batches(loader, device):
-            size += sum(t.numel() * t.element_size() for t in (*tensors_in(inputs), targets))
+            size += _bytes(inputs, targets)
             if size > most:
                 break
             read.append((inputs, targets))
@@ -170,8 +144,7 @@ def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
 
     own = {name: p.detach().requires_grad_() for name, p in tangent.parameters().items()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = tangent.function(inputs)(own)
-    del outputs
+        tangent.function(inputs)(own)
     return sum(seen.values()), max(seen.values(), default=0)
 
 

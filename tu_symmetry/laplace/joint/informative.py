@@ -1,25 +1,7 @@
 """The informative part of the curvature: an exact model of the joint objective that needs no network.
 
-Near the optimum few observations have most of the curvature: of a classification, those whose label is still in doubt.
-With ``sum_n J_n^T H_n J_n`` written as ``B^T B``, one row ``b`` of ``B`` for each observation and direction of its
-outputs (``H_n = R_n R_n^T``, and ``b`` a row of ``R_n^T J_n``), the longest of the columns of all ``R_n`` are chosen,
-and only their rows are made.
-
-Everything else is linear algebra in as many dimensions as there are rows. With a prior of precisions ``Lambda`` the
-weights that minimize the model
-
-    Q(theta) = g^T (theta - theta_t) + 1/2 |B (theta - theta_t)|^2 + 1/2 theta^T Lambda theta
-
-around ``theta_t``, ``g`` the gradient of the loss there, are
-
-    theta = Lambda^-1 (B^T t - g)
-    (1 + K) t = B theta_t + B Lambda^-1 g,    K = sum_g e^-rho_g K_g,    K_g = B_g B_g^T
-
-for *any* precisions, once ``K_g``, ``B_g g_g`` and ``|g_g|^2`` are known for every prior group: so are ``Q`` and the
-norms of all groups' weights. The model of the objective can therefore be minimized over weights and precisions together
-at the cost of a few Cholesky factorizations, whatever the size of the network (:meth:`Informative.optimum`). A gradient
-step with the precisions held, as any preconditioner gives it, moves the precision of a group that the evidence switches
-off by a constant factor each time; here it goes all the way at once.
+``sum_n J_n^T H_n J_n`` is ``B^T B``, with one row for each observation and direction of its outputs; only the longest
+rows are made. "The joint optimum from few observations" in ``docs/mathematics.md`` has the model and its minimum.
 """
 
 from __future__ import annotations
@@ -65,20 +47,16 @@ def most_rows(data: TrainingData, groups: PriorGroups, memory: int) -> int:
         return 0
     enough = MOST_ROWS if data.likelihood.quadratic else ENOUGH_ROWS  # once for all, or every few iterations
     wanted = min(every, max(enough, min(MOST_ROWS, every // _OF)))
-    found = min(
-        wanted, memory // max(1, point.element_size() * point.numel()), math.isqrt(_ENTRIES // max(1, len(groups)))
-    )
+    fitting = memory // max(1, point.element_size() * point.numel())
+    found = min(wanted, fitting, math.isqrt(_ENTRIES // max(1, len(groups))))
     return found if found >= min(wanted, _FEWEST) else 0
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which columns of the outputs' roots are the longest.
+    """Masks of the longest columns of the outputs' roots, chunk by chunk and piece by piece.
 
-    Attributes:
-        masks: the masks of every chunk's pieces ``[columns, samples]`` (or ``[columns, samples, positions]``).
-        share: the share of the trace of all output Hessians that they hold.
-        excess: how much more each of them holds than the mean column; 1 where all are alike.
+    They hold the ``share`` of the trace of all output Hessians; each holds ``excess`` times as much as the mean column.
     """
 
     masks: list[list[Tensor]]
@@ -105,27 +83,19 @@ def choose(data: TrainingData, linear: Sequence[Tensor], most: int) -> Chosen:
     all_reduce(sums, counts)
     taken = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
     taken[order] = True
-    masks: list[list[Tensor]] = []
-    at = 0
-    for pieces in squares:
-        masks.append([])
-        for own in pieces:
-            masks[-1].append(taken[at : at + own.numel()].view(own.shape))
-            at += own.numel()
+    masks = iter(taken.split([own.numel() for pieces in squares for own in pieces]))
     share = float(sums[0] / sums[1]) if float(sums[1]) > 0 else 0.0
-    return Chosen(masks, share, share * float(counts[1] / counts[0].clamp(min=1)))
+    return Chosen(
+        [[next(masks).view(own.shape) for own in pieces] for pieces in squares],
+        share,
+        share * float(counts[1] / counts[0].clamp(min=1)),
+    )
 
 
 class Informative:
-    """Rows of the curvature's root, and what the joint objective needs of them.
-
-    Attributes:
-        rows: ``[rows, weights]``, for unit noise.
-        grams: ``K_g``, float64 ``[groups, rows, rows]``, where the rows lie.
-    """
+    """Rows of the curvature's root ``[rows, weights]`` for unit noise, and their Gram matrices ``K_g``, float64."""
 
     def __init__(self, data: TrainingData, groups: PriorGroups, linear: Sequence[Tensor], chosen: Chosen) -> None:
-        """Make the rows: one gradient of the network for each."""
         self.groups = groups
         self.rows = _gathered(data, linear, chosen)
         count, device = len(self.rows), self.rows.device
@@ -147,13 +117,7 @@ class Informative:
         return cholesky_of_one_plus(whole, 30 * torch.finfo(self.rows.dtype).eps)
 
     def covariance_product(self, rho: Tensor, variance: float, vector: Tensor) -> Tensor:
-        """``(Lambda + B^T B / v)^-1 vector``: the covariance, had the other observations no curvature.
-
-        Args:
-            rho: log precisions ``[groups]``.
-            variance: the variance of the noise.
-            vector: flat, ``[weights]``.
-        """
+        """``(Lambda + B^T B / v)^-1 vector``: the covariance, had the other observations no curvature."""
         prior = self.groups.spread(rho.exp().to(vector))
         scaled = vector / prior
         inner = (self.rows @ scaled).double().unsqueeze(-1)
@@ -169,21 +133,10 @@ class Informative:
         energy: Energy,
         bounds: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Weights and log precisions that minimize the model of the joint objective around a point.
+        """Weights and log precisions that minimize the model of the joint objective around ``theta``.
 
-        Precisions move by a factor of ``e^2`` at most, since the model is one of the point's surroundings.
-
-        Args:
-            theta: the weights ``[weights]`` around which it is made.
-            gradient: the gradient of the loss there, over the noise variance; without the prior's.
-            rho: log precisions ``[groups]`` where the search starts.
-            variance: the variance of the noise, which stays.
-            energy: the energy of log precisions, that of the determinants and of the hyperprior: its value (nats), and
-                gradient.
-            bounds: smallest and largest log precisions.
-
-        Returns:
-            The weights, and the log precisions.
+        ``gradient`` is that of the loss there over the noise variance, ``energy`` gives the value and gradient of what
+        depends on log precisions alone. Precisions move from ``rho`` by a factor of ``e^2`` at most.
         """
         root = variance**-0.5
         along = self.groups.inner(self.rows, gradient).to(self.grams) * root  # B_g g_g
@@ -212,13 +165,9 @@ class Informative:
             return float(model) + other, (0.5 * prior + slope).numpy()
 
         low, high = torch.maximum(rho - _MOVE, bounds[0]), torch.minimum(rho + _MOVE, bounds[1])
+        box = np.stack([low.numpy(), high.numpy()], 1)
         found = minimize(
-            value,
-            rho.clamp(low, high).numpy(),
-            jac=True,
-            method="L-BFGS-B",
-            bounds=np.stack([low.numpy(), high.numpy()], 1),
-            options={"maxiter": _STEPS},
+            value, rho.clamp(low, high).numpy(), jac=True, method="L-BFGS-B", bounds=box, options={"maxiter": _STEPS}
         )
         point = torch.tensor(found.x, device="cpu")
         t = solved(point.to(self.grams))[0] * root
@@ -239,13 +188,10 @@ def _gathered(data: TrainingData, linear: Sequence[Tensor], chosen: Chosen) -> T
         for mask, (part, root) in zip(masks, pieces, strict=True):
             where = mask.nonzero()
             for some in where.split(each) if len(where) else ():
-                column, sample = some[:, 0], some[:, 1]
-                if mask.ndim == 2:
-                    cotangents = root[column, sample]
-                else:  # one of its positions, and nothing at the others
-                    cotangents = root.new_zeros(len(some), *root.shape[2:])
-                    position = some[:, 2]
-                    cotangents[torch.arange(len(some), device=root.device), position] = root[column, sample, position]
+                column, sample, *position = some.unbind(1)
+                cotangents = root.new_zeros(len(some), *root.shape[2:])  # nothing at its other positions
+                one = (torch.arange(len(some), device=root.device), *position)
+                cotangents[one] = root[(column, sample, *position)]
                 own = data.tangent.sample_gradients(rows_of(inputs, sample + part.start), normal(cotangents))
                 rows[at : at + len(some)] = own
                 at += len(some)

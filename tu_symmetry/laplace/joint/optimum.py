@@ -1,4 +1,4 @@
-"""Precisions by the evidence: at the linearization point, or at the joint stationary point of weights and precisions.
+"""Precisions by the evidence: at the network's weights, or at the joint stationary point of weights and precisions.
 
 All functions take a :class:`~tu_symmetry.laplace.fitted.FittedLaplace` and give another one.
 """
@@ -6,7 +6,7 @@ All functions take a :class:`~tu_symmetry.laplace.fitted.FittedLaplace` and give
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -18,51 +18,12 @@ from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.joint.data import BUDGET, TrainingData
 from tu_symmetry.laplace.joint.informative import ENOUGH_ROWS, MOST_ROWS
-from tu_symmetry.laplace.joint.search import Joint, joint_optimum
+from tu_symmetry.laplace.joint.search import joint_optimum
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.memory import free_memory
 
-Progress = Callable[[dict[str, Any]], None]
-
-MOST_DIRECTIONS = 1000
-
-
-def default_tolerance(fitted: FittedLaplace) -> float:
-    """Largest change of a log precision at convergence."""
-    return 1e-6 if fitted.theta.dtype == torch.float64 else 3e-2
-
-
-def default_mode_tolerance(fitted: FittedLaplace) -> float:
-    """Gradient norm of the weights at convergence, in posterior standard deviations of the approximation.
-
-    Half its square would be the nats that are missing, were the curvature exact.
-    """
-    return 1e-6 if fitted.theta.dtype == torch.float64 else 0.2
-
-
-def default_memory(theta: Tensor) -> int:
-    """Bytes for the training data and what the search for the joint optimum keeps of them.
-
-    2 GiB, and for large networks more, up to half of what is free on the device: so much that what is left of it for
-    gradients of informative observations (:func:`_for_rows`) holds enough of them.
-    """
-    rows = ENOUGH_ROWS * theta.element_size() * theta.numel()
-    if rows <= _for_rows(BUDGET):
-        return BUDGET
-    wanted = min(2 * rows, BUDGET + rows)
-    free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
-    all_reduce(free)  # of several processes the mean: all have to go the same way
-    each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
-    return max(BUDGET, min(wanted, int(each / 2)))
-
-
-def _for_rows(memory: int) -> int:
-    """Bytes of it for gradients of informative observations: half, or all but :data:`BUDGET`, where that is more.
-
-    Networks that want so much gain more from rows than from kept linearizations.
-    """
-    return max(memory // 2, memory - BUDGET)
+_DIRECTIONS = 1000
 
 
 def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace, EvidenceResult]:
@@ -81,17 +42,14 @@ def at_map(fitted: FittedLaplace, hyperprior: Hyperprior) -> tuple[FittedLaplace
 
 
 def at_mode(
-    fitted: FittedLaplace,
-    loader: Iterable[Any],
-    *,
-    tolerance: float | None = None,
-    max_iterations: int | None = None,
-    memory: int | None = None,
-    progress: Progress | None = None,
+    fitted: FittedLaplace, loader: Iterable[Any], *, tolerance: float | None = None, **options: Any
 ) -> FittedLaplace:
-    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last."""
-    found = _searched(fitted, loader, math.inf, tolerance, max_iterations, memory, progress, weights_alone=True)
-    return fitted.with_solution(found.fitted.solution)
+    """The same with ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
+
+    ``tolerance`` is the ``mode_tolerance`` of :func:`at_joint_mode`, whose options there are.
+    """
+    found, _ = _searched(fitted, loader, tolerance=math.inf, mode_tolerance=tolerance, weights_alone=True, **options)
+    return fitted.with_solution(found.solution)
 
 
 def at_joint_mode(
@@ -99,56 +57,59 @@ def at_joint_mode(
     loader: Iterable[Any],
     hyperprior: Hyperprior,
     *,
-    max_iterations: int | None = None,
     tolerance: float | None = None,
     mode_tolerance: float | None = None,
-    memory: int | None = None,
-    progress: Progress | None = None,
+    **options: Any,
 ) -> tuple[FittedLaplace, EvidenceResult]:
     """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
 
-    Returns:
-        The point that was reached, and how.
+    By default log precisions converge to 1e-6 in double precision, else 0.03, weights to 1e-6 or 0.2 posterior standard
+    deviations. Options are ``max_iterations`` (directions, 1,000), ``memory`` (bytes for data, linearizations and
+    gradients, 2 GiB and more for large networks), and ``progress``.
 
     Raises:
         ValueError: other data than those of the fit.
     """
     fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
-    change = tolerance or default_tolerance(fitted)
-    found = _searched(fitted, loader, change, mode_tolerance, max_iterations, memory, progress)
-    solution = found.fitted.solution
-    return found.fitted, EvidenceResult(
-        found.fitted.log_evidence(),
-        found.iterations,
-        found.change,
-        solution.gradient_norm,
-        found.converged,
-        solution.gap,
-    )
+    tolerance = tolerance or (1e-6 if fitted.theta.dtype == torch.float64 else 3e-2)
+    return _searched(fitted, loader, tolerance=tolerance, mode_tolerance=mode_tolerance, **options)
 
 
 def _searched(
     fitted: FittedLaplace,
     loader: Iterable[Any],
-    tolerance: float,
-    mode_tolerance: float | None,
-    max_iterations: int | None,
-    memory: int | None,
-    progress: Progress | None,
     *,
-    weights_alone: bool = False,
-) -> Joint:
-    memory = default_memory(fitted.theta) if memory is None else memory
-    rows = min(_for_rows(memory), MOST_ROWS * fitted.theta.element_size() * fitted.theta.numel())
+    mode_tolerance: float | None,
+    max_iterations: int | None = None,
+    memory: int | None = None,
+    **options: Any,
+) -> tuple[FittedLaplace, EvidenceResult]:
+    theta = fitted.theta
+    memory = _memory(theta) if memory is None else memory
+    rows = min(_for_rows(memory), MOST_ROWS * theta.element_size() * theta.numel())
     with evaluating(fitted.model):
         data = TrainingData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows, most=memory)
         return joint_optimum(
             fitted,
             data,
-            tolerance=tolerance,
-            mode_tolerance=mode_tolerance or default_mode_tolerance(fitted),
-            max_iterations=MOST_DIRECTIONS if max_iterations is None else max_iterations,
+            mode_tolerance=mode_tolerance or (1e-6 if theta.dtype == torch.float64 else 0.2),
+            max_iterations=_DIRECTIONS if max_iterations is None else max_iterations,
             memory=min(rows, memory - data.size),
-            weights_alone=weights_alone,
-            progress=progress,
+            **options,
         )
+
+
+def _memory(theta: Tensor) -> int:
+    """2 GiB; where that holds too few gradients of informative observations, up to half of the device's free memory."""
+    rows = ENOUGH_ROWS * theta.element_size() * theta.numel()
+    if rows <= _for_rows(BUDGET):
+        return BUDGET
+    free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
+    all_reduce(free)  # of several processes the mean: all have to go the same way
+    each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
+    return max(BUDGET, min(2 * rows, BUDGET + rows, int(each / 2)))
+
+
+def _for_rows(memory: int) -> int:
+    """Bytes of it for gradients of informative observations: half, or all but :data:`BUDGET`, where that is more."""
+    return max(memory // 2, memory - BUDGET)

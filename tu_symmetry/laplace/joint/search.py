@@ -1,30 +1,7 @@
 """The joint optimum of weights and precisions, by Newton's method in the span of all directions that were tried.
 
-For given weights the best precisions are known in closed form (:meth:`Determinants.step`), so that only the *profile*
-is left to be minimized, a function of the weights alone::
-
-    P(theta) = min over rho: loss(h_theta) / v + 1/2 sum_g e^rho_g ||theta_g||^2 + 1/2 log det ratio(rho) + hyperprior
-
-The tangent model is linear, ``h = f + J (theta - theta~)``, which makes one thing cheap: once ``J d`` is known for a
-direction ``d``, the objective is known exactly for every step along it, without the network. So every direction is kept
-with its ``J d``, and each iteration
-
-1. takes the gradient at the present weights (one product with ``J^T``), and a direction ``d`` from it: the way to the
-   optimum of a model that the most informative observations make, where their gradients fit the memory
-   (:mod:`tu_symmetry.laplace.joint.informative`), else ``Sigma g``, with the covariance of the Laplace approximation as
-   preconditioner;
-2. takes ``J d`` (one product with ``J``);
-3. minimizes ``P`` over the weights plus *any combination* of the kept directions: Newton's method in as many unknowns
-   as there are directions, the precisions moving along at every point.
-
-With the preconditioner, all directions kept, and a quadratic loss that is the method of conjugate gradients. For
-example, with two directions and the loss quadratic, step 3 solves
-
-    [d1 A d1, d1 A d2; d2 A d1, d2 A d2] c = -[d1 g, d2 g],   A = J^T H J / v + Lambda - X F^-1 X^T
-
-where the last term is what the precisions' moving along saves: ``X`` holds the mixed derivatives
-``e^rho_g theta_g . d`` and ``F`` the second derivatives in ``rho``. With the precisions held (``weights_alone``) it is
-zero, and the search ends at the mode of the tangent model under them.
+The tangent model ``h = f + J (theta - theta~)`` is linear, so that ``J d`` gives the objective all along ``d``. Every
+iteration adds a direction, and minimizes over all of them, where each point has the precisions that are best for it.
 """
 
 from __future__ import annotations
@@ -37,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.blocks import CoupledBlock, Posterior
+from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.data import all_reduce
 from tu_symmetry.laplace.definite import cholesky
 from tu_symmetry.laplace.determinants import Noise
@@ -46,13 +23,14 @@ from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.joint.data import TrainingData
 from tu_symmetry.laplace.joint.informative import Informative, choose, most_rows
 from tu_symmetry.laplace.mode import Mode, certificate
+from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import normal
 
 _DIRECTIONS = 128  # kept at most
 _BYTES = 1 << 30  # of the directions and their products
+_PART = 1 << 20  # weights of all directions that are multiplied at once
 _INNER = 10  # Newton steps in the span, for each direction
 _HALVINGS = 25
-_DRIFT = 1e-3  # relative error of the outputs at which kept linearizations are not believed
 _PATIENCE = 6  # iterations without progress
 _SHRINK = (1, 6)  # iterations that try the weights of each group as a direction, and again whenever they have doubled
 _STRETCHED = 4  # directions that these make at most: one for each group, or for those that gain most and for all others
@@ -66,25 +44,8 @@ _ENOUGH = 0.01  # share of the first decrement at which the problem in the span 
 Progress = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class Joint:
-    """The point that was reached.
-
-    Attributes:
-        fitted: with its precisions, noise variance and weights.
-        change: largest change of a log precision in the last iteration.
-        iterations: directions that were tried.
-        converged: whether both tolerances were met.
-    """
-
-    fitted: FittedLaplace
-    change: float
-    iterations: int
-    converged: bool
-
-
 class _Span:
-    """Directions ``d``, their products ``J d``, and the inner products that the prior needs of them."""
+    """Directions ``d`` and their products ``J d``."""
 
     def __init__(self, data: TrainingData, groups: PriorGroups, theta: Tensor) -> None:
         self.data, self.groups = data, groups
@@ -93,57 +54,29 @@ class _Span:
         self.directions = theta.new_empty(self.limit, theta.numel())
         self.products = [o.new_empty(self.limit, *o.shape) for o in data.outputs]
         self.count = 0
-        # under a precision for each weight they are products of the directions' own entries, and not kept
-        kept = 0 if groups.weights else len(groups)
-        self.grams = torch.zeros(kept, self.limit, self.limit, dtype=torch.float64, device="cpu")
 
-    def clear(self) -> None:
-        """Forget all directions."""
-        self.count = 0
-
-    def add(self, direction: Tensor, product: list[Tensor]) -> None:
+    def add(self, direction: Tensor) -> None:
         """Keep another direction; the older half goes where there is no room."""
         if self.count == self.limit:
             first = self.limit // 2
             self.count -= first
             for kept in (self.directions, *self.products):
                 kept[: self.count] = kept[first:].clone()
-            self.grams[:, : self.count, : self.count] = self.grams[:, first:, first:].clone()
-        k = self.count
-        self.directions[k] = direction
-        for kept, own in zip(self.products, product, strict=True):
-            kept[k] = own
-        self.count = k + 1
-        if self.groups.weights:
-            return
-        own = self.with_all(direction)
-        self.grams[:, k, : k + 1] = own
-        self.grams[:, : k + 1, k] = own
+        for kept, own in zip((self.directions, *self.products), (direction, *self.data.push(direction)), strict=True):
+            kept[self.count] = own
+        self.count += 1
 
     def with_all(self, vector: Tensor) -> Tensor:
         """Inner products of a flat vector with every direction, group by group: float64 ``[groups, directions]``."""
         return self.groups.inner(self.directions[: self.count], vector)
 
-    def with_combined(self, c: Tensor) -> Tensor:
-        """Inner products of ``sum c_i d_i`` with every direction, group by group: ``[groups, directions]``."""
-        if self.groups.weights:
-            own = self._entries()
-            return own * (own @ c).unsqueeze(-1)
-        return self.grams[:, : self.count, : self.count] @ c
-
     def weighted(self, precision: Tensor) -> Tensor:
         """``d_i^T Lambda d_j`` for the precisions of all groups: float64 ``[directions, directions]``."""
-        if self.groups.weights:
-            own = self._entries()
-            return own.mT @ (precision.unsqueeze(-1) * own)
-        return (precision.view(-1, 1, 1) * self.grams[:, : self.count, : self.count]).sum(0)
-
-    def _entries(self) -> Tensor:
-        """The directions, float64 ``[weights, directions]``."""
-        return self.directions[: self.count].double().cpu().mT
+        rows, prior = self.directions[: self.count], self.groups.spread(precision.to(self.directions))
+        parts = zip(rows.split(_PART, dim=1), prior.split(_PART), strict=True)
+        return torch.stack([((own * weight) @ own.mT).double() for own, weight in parts]).sum(0).cpu()
 
     def combined(self, c: Tensor) -> Tensor:
-        """``sum c_i d_i``."""
         return c.to(self.directions) @ self.directions[: self.count]
 
     def pushed(self, c: Tensor) -> list[Tensor]:
@@ -184,23 +117,20 @@ class _Search:
         self.informative: Informative | None = None
         self.age, self.share, self.norm = _AGE, 0.0, math.inf
 
-    # ------------------------------------------------------------------ values
-
     def start(self) -> _Point:
-        """The weights of the fit so far, with the precisions that belong to them."""
         fitted, theta = self.fitted, self.fitted.theta
         move = theta - fitted.tangent.point()
-        linear = self.data.outputs
-        if bool(move.any()):
-            linear = [f + change for f, change in zip(linear, self.data.push(move), strict=True)]
+        linear = self.moved(self.data.outputs, move) if bool(move.any()) else self.data.outputs
         return self.at(theta, linear, fitted.log_precision, fitted.log_noise)
+
+    def moved(self, linear: list[Tensor], move: Tensor) -> list[Tensor]:
+        return [own + change for own, change in zip(linear, self.data.push(move), strict=True)]
 
     def at(self, theta: Tensor, linear: list[Tensor], rho: Tensor, tau: float) -> _Point:
         """Weights, and the precisions that belong to them; ``rho`` and ``tau`` are where their search starts."""
         norms = self.fitted.groups.total(theta.double().square())
         loss = self.loss(linear)
-        rho, tau, value = self.profile(norms, loss, rho, tau)
-        return _Point(theta, linear, loss, norms, rho, tau, value)
+        return _Point(theta, linear, loss, norms, *self.profile(norms, loss, rho, tau))
 
     def loss(self, linear: list[Tensor]) -> float:
         """Sum of the losses for unit noise, over all processes."""
@@ -212,9 +142,13 @@ class _Search:
 
     def noise(self, loss: float) -> Noise | None:
         """A regression's noise, where it is to be found."""
-        if not self.fitted.noisy or self.fitted.noise_fixed or self.weights_alone:
+        if self.fitted.noise_fixed or self.weights_alone:
             return None
-        return Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss)
+        return self.residuals(loss)
+
+    def residuals(self, loss: float) -> Noise | None:
+        summary = self.fitted.summary
+        return Noise(summary.samples * summary.outputs, 2 * loss) if self.fitted.noisy else None
 
     def profile(self, norms: Tensor, loss: float, rho: Tensor, tau: float) -> tuple[Tensor, float, float]:
         """The best precisions and noise variance for weights of these norms and this loss, and the objective there."""
@@ -222,13 +156,10 @@ class _Search:
         if not self.weights_alone:
             rho, tau = self.determinants.step(norms, rho, tau, self.center, self.hyperprior, self.noise(loss))
             rho = torch.where(self.held, self.high, rho)
-        data = loss
-        if self.fitted.noisy:
-            data = Noise(self.fitted.summary.samples * self.fitted.summary.outputs, 2 * loss).energy(tau)
+        residuals = self.residuals(loss)
+        data = loss if residuals is None else residuals.energy(tau)
         prior = 0.5 * (float((rho.exp() * norms).sum()) + self.determinants.log_det_ratio(rho, tau))
         return rho, tau, data + prior + self.hyperprior.energy(rho, self.center)
-
-    # ------------------------------------------------------------------ steps
 
     def gradient(self, point: _Point) -> Tensor:
         """The profile's gradient, which equals the objective's where the precisions are those of the weights."""
@@ -237,20 +168,17 @@ class _Search:
         return gradient * math.exp(-point.tau) + self.precision(point) * point.theta
 
     def precision(self, point: _Point) -> Tensor:
-        """The prior precision of every weight."""
         return self.fitted.groups.spread(point.rho.exp().to(point.theta))
 
-    def preconditioned(self, point: _Point, gradient: Tensor) -> Tensor:
-        """The gradient times the covariance of the Laplace approximation."""
-        return Posterior(self.fitted.curvature.blocks, point.rho, math.exp(point.tau)).covariance_product(gradient)
+    def posterior(self, point: _Point) -> Posterior:
+        return Posterior(self.fitted.curvature.blocks, point.rho, math.exp(point.tau))
 
     def propose(self, point: _Point, gradient: Tensor, wanted: float) -> tuple[list[Tensor], float]:
         """Directions, to be subtracted, and the norm of the gradient in standard deviations of the posterior.
 
         Where the informative observations hold most of the curvature, their model's direction is the only one; where
-        they hold little of it, although each holds much more than others do, the preconditioned gradient comes to it.
-        They are chosen anew every few iterations, until the norm is near the one that is ``wanted``; those of a
-        quadratic loss, whose curvature is the same everywhere, once.
+        each holds much more than others do, it comes to the preconditioned gradient. They are chosen anew every few
+        iterations until the norm is near the ``wanted`` one; those of a quadratic loss once.
         """
         due = self.age >= _AGE and self.norm > _NEAR * wanted
         if self.rows and due and not (self.likelihood.quadratic and self.norm < math.inf):
@@ -262,7 +190,7 @@ class _Search:
             directions.append(direction)
             norms.append(norm)
         if self.share < _SHARE:
-            directions.append(self.preconditioned(point, gradient))
+            directions.append(self.posterior(point).covariance_product(gradient))
             norms.append(_norm(gradient, directions[-1]))
         self.norm = min(norms)
         return directions, self.norm
@@ -280,77 +208,52 @@ class _Search:
         """The way to the optimum of the model that the informative observations make, and the gradient's norm in it."""
         variance = math.exp(point.tau)
         descent = informative.covariance_product(point.rho, variance, gradient)
-        norm = _norm(gradient, descent)
         low = torch.where(self.held, self.high, self.low)
         alone = gradient - self.precision(point) * point.theta
         target, _ = informative.optimum(
             point.theta, alone, point.rho, variance, lambda rho: self.energy(rho, point.tau), (low, self.high)
         )
         direction = point.theta - target
-        if not float(torch.dot(gradient.double(), direction.double())) > 0:  # uphill at first
-            direction = descent
-        return direction, norm
+        uphill = not float(torch.dot(gradient.double(), direction.double())) > 0
+        return descent if uphill else direction, _norm(gradient, descent)
 
     def energy(self, rho: Tensor, tau: float) -> tuple[float, Tensor]:
         """What the objective has of precisions alone: determinants and hyperprior (nats), and the gradient."""
-        weight = self.hyperprior.weight
         value = 0.5 * self.determinants.log_det_ratio(rho, tau) + self.hyperprior.energy(rho, self.center)
-        return value, weight * (rho - self.center) - 0.5 * self.determinants.gamma(rho, tau)
+        return value, self.hyperprior.weight * (rho - self.center) - 0.5 * self.determinants.gamma(rho, tau)
 
     def add_groups(self, point: _Point, gradient: Tensor) -> None:
-        """The weights of each group as directions, so that the span can shrink or stretch every group by itself.
+        """The weights of each group as directions: precision and norm of a group move together, over decades.
 
-        The precision of a group and the norm of its weights move together and over decades; gradients alone follow
-        that slowly. A group's weights of a later iteration are another direction than those of an earlier one, and lead
-        on where its precision still has far to go.
-
-        Of many groups only those get directions of their own whose stretching gains most, by the slope ``g . theta_g``
-        and the curvature that the approximation has along ``theta_g``; all others are stretched together, each by
-        Newton's step along its own weights. Of very many no single one is worth a product.
+        Of many groups only those get one whose stretching gains most; all others are stretched together, each by
+        Newton's step along its own weights.
         """
         groups, theta = self.fitted.groups, point.theta
         slope = groups.total(gradient * theta)
-        curvature = groups.total(theta * self.curved(point, theta)).clamp(min=1e-300)
+        curvature = groups.total(theta * self.posterior(point).precision_product(theta)).clamp(min=1e-300)
         count = len(groups)
         size = 1 if count > self.span.limit // 2 else min(_STRETCHED, self.span.limit // 2)
-        chosen = (slope.square() / curvature).argsort(descending=True, stable=True)[
-            : count if count <= size else size - 1
-        ]
+        order = (slope.square() / curvature).argsort(descending=True, stable=True)
+        chosen = order[: count if count <= size else size - 1].sort()[0]
         rest = -slope / curvature
         rest[chosen] = 0
-        for number in sorted(chosen.tolist()):
-            one = torch.zeros(count, dtype=rest.dtype, device="cpu")
-            one[number] = 1
-            self.add_stretched(theta, one)
-        self.add_stretched(theta, rest)
-
-    def add_stretched(self, theta: Tensor, by: Tensor) -> None:
-        """The weights times one factor for each group as a direction, unless that is zero."""
-        direction = self.fitted.groups.spread(by.to(theta)) * theta
-        if bool(direction.any()):
-            self.span.add(direction, self.data.push(direction))
-
-    def curved(self, point: _Point, vector: Tensor) -> Tensor:
-        """The posterior precision times a vector; that of the prior where the blocks do not have the other."""
-        blocks = self.fitted.curvature.blocks
-        if any(isinstance(block, CoupledBlock) for block in blocks):
-            return self.precision(point) * vector
-        return Posterior(blocks, point.rho, math.exp(point.tau)).precision_product(vector)
+        each = torch.eye(count, dtype=rest.dtype, device="cpu")[chosen] if len(chosen) else rest.new_zeros(0, count)
+        for factors in (*each, rest):
+            direction = groups.spread(factors.to(theta)) * theta
+            if bool(direction.any()):
+                self.span.add(direction)
 
     def improve(self, point: _Point) -> _Point:
         """The minimum of the profile over the weights plus all combinations of the kept directions, nearly."""
         span = self.span
-        k = span.count
         mixed = span.with_all(point.theta)
-        c = torch.zeros(k, dtype=torch.float64, device="cpu")
-        rho, tau, value, norms, linear, loss = (
-            point.rho, point.tau, point.value, point.norms, point.linear, point.loss,
-        )  # fmt: skip
-        first = 0.0
+        c = torch.zeros(span.count, dtype=torch.float64, device="cpu")
+        rho, tau, value, norms = point.rho, point.tau, point.value, point.norms
+        linear, loss, first = point.linear, point.loss, 0.0
         for _ in range(_INNER):
             slope, curvature = self._derivatives(linear)
             variance, precision = math.exp(tau), rho.exp()
-            cross = precision.unsqueeze(-1) * (mixed + span.with_combined(c))
+            cross = precision.unsqueeze(-1) * (mixed + span.with_all(span.combined(c)))
             gradient = slope / variance + cross.sum(0)
             hessian = curvature / variance + span.weighted(precision)
             step = self._newton(gradient, hessian, self._saved(norms, rho, tau, loss, cross, slope / variance))
@@ -358,13 +261,12 @@ class _Search:
             first = first or decrement
             if decrement <= _ENOUGH * first and bool(c.any()):
                 break
-            along = span.pushed(step)
-            length = 1.0
+            along, length = span.pushed(step), 1.0
             unsure = decrement <= self.rounding * (1 + abs(value))  # values no longer tell whether a step is good
             for _halving in range(_HALVINGS):
                 trial = c + length * step
                 moved = [own + length * change for own, change in zip(linear, along, strict=True)]
-                new_norms = point.norms + 2 * mixed @ trial + span.with_combined(trial) @ trial
+                new_norms = point.norms + 2 * mixed @ trial + span.with_all(span.combined(trial)) @ trial
                 new_loss = self.loss(moved)
                 found = self.profile(new_norms, new_loss, rho, tau)
                 if unsure or found[2] <= value - 1e-4 * length * decrement + self.rounding * (1 + abs(value)):
@@ -396,15 +298,11 @@ class _Search:
         """``X F^-1 X^T``: how much less the profile is curved than the objective with the precisions held."""
         noise = self.noise(loss)
         edge = 1e-9 * (self.high - self.low)
-        free = torch.cat(
-            [
-                (rho > self.low + edge) & (rho < self.high - edge) & ~self.held,
-                torch.tensor([noise is not None], device="cpu"),
-            ]
-        )
-        x = torch.cat([cross, -slope.unsqueeze(0)])
+        inside = (rho > self.low + edge) & (rho < self.high - edge) & ~self.held
+        free = torch.cat([inside, torch.tensor([noise is not None], device="cpu")])
         if not bool(free.any()):
             return torch.zeros(len(slope), len(slope), dtype=torch.float64, device="cpu")
+        x = torch.cat([cross, -slope.unsqueeze(0)])
         return self.determinants.response(x, norms.clamp(min=0), rho, tau, noise, self.hyperprior.weight, free)
 
     def _newton(self, gradient: Tensor, hessian: Tensor, saved: Tensor) -> Tensor:
@@ -417,21 +315,10 @@ class _Search:
                 return -scale * torch.cholesky_solve((gradient * scale).unsqueeze(-1), factor).squeeze(-1)
         return -gradient * scale.square()
 
-    def drift(self, point: _Point) -> float:
-        """Relative difference of ``h_theta - f`` as it was added up and as the network itself has it now."""
-        fresh = self.data.without_linearizations().push(point.theta - self.fitted.tangent.point())
-        total = torch.zeros(2, dtype=torch.float64, device=point.theta.device)
-        for own, f, change in zip(point.linear, self.data.outputs, fresh, strict=True):
-            total[0] += (own - f - change).double().square().sum()
-            total[1] += change.double().square().sum() + self.rounding * f.double().square().sum()
-        all_reduce(total)
-        return float((total[0] / total[1].clamp(min=1e-300)).sqrt())
-
     def prune(self, point: _Point, before: Tensor) -> _Point:
         """Under a flat hyperprior: groups that the evidence sends to infinity go there at once, with zero weights.
 
-        The data determine less than a hundredth of a direction there, so that the rest of the way changes the evidence
-        by less than that (in nats); where they determine nothing, the evidence is flat and its slope is rounding error.
+        The data determine less than a hundredth of a direction there: the rest changes the evidence by less (in nats).
         """
         if not math.isinf(self.hyperprior.std) or self.weights_alone:
             return point
@@ -440,11 +327,9 @@ class _Search:
         if not bool(lost.any()):
             return point
         self.held |= lost
-        self.span.clear()
-        gone = self.fitted.groups.spread(lost.to(point.theta.device))
-        move = torch.where(gone, -point.theta, 0)
-        linear = [own + change for own, change in zip(point.linear, self.data.push(move), strict=True)]
-        return self.at(point.theta + move, linear, point.rho, point.tau)
+        self.span.count = 0
+        move = torch.where(self.fitted.groups.spread(lost.to(point.theta.device)), -point.theta, 0)
+        return self.at(point.theta + move, self.moved(point.linear, move), point.rho, point.tau)
 
 
 def _norm(gradient: Tensor, direction: Tensor) -> float:
@@ -463,12 +348,8 @@ def joint_optimum(
     memory: int = 0,
     weights_alone: bool = False,
     progress: Progress | None = None,
-) -> Joint:
-    """Minimize the profile objective from where an approximation is.
-
-    Raises:
-        ValueError: other data than those of the fit, or values that are not finite.
-    """
+) -> tuple[FittedLaplace, EvidenceResult]:
+    """Minimize the profile objective from where an approximation is; other data or NaN are a ``ValueError``."""
     if max_iterations < 1:
         raise ValueError(f"max_iterations={max_iterations} has to be at least 1")
     if data.samples != fitted.summary.samples:
@@ -487,17 +368,8 @@ def joint_optimum(
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
         gap = certificate(fitted.likelihood, gradient, search.precision(point))
         if progress is not None:
-            progress(
-                {
-                    "stage": "evidence",
-                    "iteration": iteration,
-                    "change": change,
-                    "objective": point.value,
-                    "gradient_norm": norm,
-                    "wanted": mode_tolerance,
-                    "gap": gap,
-                }
-            )
+            found = {"objective": point.value, "gradient_norm": norm, "wanted": mode_tolerance, "gap": gap}
+            progress({"stage": "evidence", "iteration": iteration, "change": change, **found})
         converged = norm <= mode_tolerance and (change <= tolerance or norm == 0)
         if converged or iteration == max_iterations:
             break
@@ -507,7 +379,7 @@ def joint_optimum(
             search.add_groups(point, gradient)
             again = max(2 * iteration, 2 * _SHRINK[-1])
         for direction in directions if norm > 0 else ():
-            search.span.add(direction / norm, data.push(direction / norm))
+            search.span.add(direction / norm)
         moved = search.improve(point) if search.span.count else point
         moved = search.prune(moved, point.rho)
         change = float((moved.rho - point.rho).abs().max())
@@ -518,20 +390,10 @@ def joint_optimum(
             converged = norm <= mode_tolerance and change <= tolerance
             break
         if stuck == _PATIENCE // 2:
-            search.span.clear()
+            search.span.count = 0
             search.age, search.norm = _AGE, math.inf
-    if data.kept and search.drift(point) > _DRIFT:
-        return joint_optimum(
-            fitted,
-            data.without_linearizations(),
-            tolerance=tolerance,
-            mode_tolerance=mode_tolerance,
-            max_iterations=max_iterations,
-            memory=memory,
-            weights_alone=weights_alone,
-            progress=progress,
-        )
     mode = Mode(point.theta, point.loss, norm, iteration, norm <= mode_tolerance, gap)
     noise = None if fitted.noise_fixed else math.exp(point.tau)
-    found = fitted.with_hyperparameters(point.rho, noise).with_solution(mode)
-    return Joint(found, 0.0 if math.isinf(change) else change, iteration, converged)
+    reached = fitted.with_hyperparameters(point.rho, noise).with_solution(mode)
+    change = 0.0 if math.isinf(change) else change
+    return reached, EvidenceResult(reached.log_evidence(), iteration, change, norm, converged, gap)

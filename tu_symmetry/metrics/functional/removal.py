@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.scaling.canonical import Convention, Method
+from tu_symmetry.scaling.canonical import Method
 from tu_symmetry.scaling.removal import Key, removal_element, remove_symmetries
 from tu_symmetry.symmetry.elements import LogScale, Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -26,16 +26,12 @@ class Removal:
         scale: see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
         sort: key by which units are sorted, see :func:`~tu_symmetry.remove_symmetries`.
         reference: a state to align to in place of sorting.
-        normalizations: what becomes of the scale of weights before a normalization.
-        degenerate: what becomes of the scale of dead units.
     """
 
     name: str
     scale: Method | None = "unit_norm"
     sort: Key = "max"
     reference: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
-    normalizations: Convention = "unit_norm"
-    degenerate: Convention = "unit_norm"
 
     def element(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[LogScale, Permutation]:
         """Log-factors and permutation that bring one network to its canonical form."""

@@ -1,8 +1,7 @@
 """First stage: from units to classes of units, by all ties and bindings.
 
-As an example, take the ties ``0 ~ 5`` and ``5 ~ 9`` among ten units, the pin of 3, and the binding of the units 6 and 7
-(two entries of a flattened axis) to the pairs (1, 8) and (2, 8). The classes are ``{0, 5, 9}`` and the other units
-alone; 3 is pinned; a label with the entries ``[6, 7]`` is resolved into two components, ``[1, 2]`` and ``[8, 8]``.
+Ties ``0 ~ 5`` and ``5 ~ 9`` make the class ``{0, 5, 9}``. Units 6 and 7 that are bound to the pairs (1, 8) and (2, 8)
+(two entries of a flattened axis) make of a label ``[6, 7]`` two components, ``[1, 2]`` and ``[8, 8]``.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from tu_symmetry.symmetry.algebra import Array, Label, among, code, distinct, ti
 from tu_symmetry.symmetry.ledger import Binding
 
 FAR = 1 << 40  # codes of pinned units lie beyond the codes of positions
+Ties = Sequence[tuple[Array, Array]]  # pairs of arrays of units that are one
+Pins = Sequence[tuple[Array, str]]  # units that stay where they are, and why
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +53,10 @@ class Classes:
                 found += [np.where(rows >= 0, self.tuples[rows, k], -1) for k in range(1, self.tuples.shape[1])]
             else:
                 found.append(classes)
-        fixed = self.fixed
         resolved = []
         for component in found:
             moving = component >= 0
-            stuck = moving & fixed[np.where(moving, component, 0)]
+            stuck = moving & self.fixed[np.where(moving, component, 0)]
             resolved.append(tighten(np.where(stuck, code(component + FAR), component)))
         return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
 
@@ -64,8 +64,7 @@ class Classes:
     def fixed(self) -> NDArray[np.bool_]:
         """For each class whether it is pinned."""
         mask = np.zeros(self.count, dtype=bool)
-        if self.pinned:
-            mask[np.fromiter(self.pinned, dtype=np.int64)] = True
+        mask[np.fromiter(self.pinned, dtype=np.int64)] = True
         return mask
 
     @cached_property
@@ -74,39 +73,20 @@ class Classes:
         return np.unique(self.of, return_index=True)[1]
 
 
-def joined(count: int, ties: Sequence[tuple[Array, Array]]) -> tuple[int, Array]:
+def joined(count: int, ties: Ties) -> tuple[int, Array]:
     """Number of classes of ``count`` units under ties, and the class of each."""
     if not ties:
         return count, np.arange(count, dtype=np.int64)
-    a = np.concatenate([t[0].reshape(-1) for t in ties])
-    b = np.concatenate([t[1].reshape(-1) for t in ties])
+    a, b = (np.concatenate([side.reshape(-1) for side in sides]) for sides in zip(*ties, strict=True))
     graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(count, count))
     n, labels = connected_components(graph, directed=False)
     return n, labels.astype(np.int64)
 
 
-def resolve_classes(
-    count: int,
-    ties: Sequence[tuple[Array, Array]],
-    pins: Sequence[tuple[Array, str]],
-    bindings: Sequence[Binding],
-) -> Classes:
-    """Join tied units into classes, and settle what units that stand for several stand for.
-
-    Two units of one class that are both bound have to be bound to the same: part for part they are tied, which may join
-    more classes, and so on until nothing changes. Where parts are a unit here and a fixed position there, and where a
-    class is pinned, the units of the parts are pinned too: in the example above ``6 ~ 7`` would tie 1 to 2, and a pin
-    of 6 would pin 1 and 8.
-
-    Args:
-        count: number of units.
-        ties: pairs of arrays of units that are one.
-        pins: units that stay where they are, and why.
-        bindings: units that stand for several.
-    """
+def resolve_classes(count: int, ties: Ties, pins: Pins, bindings: Sequence[Binding]) -> Classes:
+    """Join tied units into classes, and settle what units that stand for several stand for."""
     count = max(count, 1)
-    arity = max((len(binding.parts) for binding in bindings), default=1)
-    keys, rows = _table(bindings, arity)
+    keys, rows = _table(bindings)
     all_ties, all_pins = list(ties), list(pins)
     while True:
         number, of = joined(count, all_ties)
@@ -116,20 +96,23 @@ def resolve_classes(
                 pinned.setdefault(c, reason)
         bound = np.full(number, -1, dtype=np.int64)
         if not len(keys):
-            return Classes(of, number, pinned, bound, np.zeros((0, arity), dtype=np.int64))
+            return Classes(of, number, pinned, bound, rows)
         classes = of[keys]
         resolved = np.where(rows >= 0, of[np.where(rows >= 0, rows, 0)], rows)
         more_ties, clashes = _agreement(classes, rows, resolved)
-        more_pins: list[tuple[Array, str]] = []
-        for side in clashes:
-            more_pins += _pins_of(side, rows, of, pinned, "factored in two ways")
-        stuck = among(classes, np.fromiter(pinned, dtype=np.int64)) if pinned else np.zeros(len(classes), dtype=bool)
-        for reason in dict.fromkeys(pinned[c] for c in classes[stuck].tolist()):
-            which = np.flatnonzero(stuck)[[pinned[c] == reason for c in classes[stuck].tolist()]]
-            more_pins += _pins_of(which, rows, of, pinned, reason)
+        wanted = [(clash, "factored in two ways") for clash in clashes]
+        reasons = [pinned.get(c) for c in classes.tolist()]
+        for reason in dict.fromkeys(r for r in reasons if r is not None):
+            wanted.append((np.flatnonzero([r == reason for r in reasons]), reason))
         # a class that is bound and stands in a tuple itself would need substitution within substitution
-        cyclic = among(resolved, classes) & (resolved >= 0)
-        more_pins += _pins_of(np.flatnonzero(cyclic.any(axis=1)), rows, of, pinned, "factored twice over")
+        cyclic = (among(resolved, classes) & (resolved >= 0)).any(axis=1)
+        wanted.append((np.flatnonzero(cyclic), "factored twice over"))
+        more_pins = []
+        for which, reason in wanted:
+            units = rows[which][rows[which] >= 0]
+            units = units[[c not in pinned for c in of[units].tolist()]] if units.size else units
+            if units.size:
+                more_pins.append((units, reason))
         if not more_ties and not more_pins:
             bound[classes] = np.arange(len(classes))
             return Classes(of, number, pinned, bound, resolved)
@@ -137,8 +120,9 @@ def resolve_classes(
         all_pins += more_pins
 
 
-def _table(bindings: Sequence[Binding], arity: int) -> tuple[Array, Array]:
+def _table(bindings: Sequence[Binding]) -> tuple[Array, Array]:
     """All bound units ``[n]``, and what each is bound to ``[n, arity]``, filled up with -1."""
+    arity = max((len(binding.parts) for binding in bindings), default=1)
     keys = np.concatenate([b.units.reshape(-1) for b in bindings]) if bindings else np.empty(0, np.int64)
     rows = np.full((len(keys), arity), -1, dtype=np.int64)
     start = 0
@@ -164,11 +148,3 @@ def _agreement(classes: Array, rows: Array, resolved: Array) -> tuple[list[tuple
         clash = ((x >= 0) != (y >= 0)) | ((x < 0) & (y < 0) & (x != y))
         clashes += [first[clash], second[clash]]
     return ties, clashes
-
-
-def _pins_of(which: Array, rows: Array, of: Array, pinned: dict[int, str], reason: str) -> list[tuple[Array, str]]:
-    """The pin of all units in some rows that are not pinned yet; an empty list if there are none."""
-    units = rows[which]
-    units = units[units >= 0]
-    units = units[[c not in pinned for c in of[units].tolist()]] if units.size else units
-    return [(units, reason)] if units.size else []

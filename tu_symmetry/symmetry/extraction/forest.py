@@ -1,16 +1,7 @@
 """Third stage: the classes of one color, and the blocks that they stand in, become the nodes of a forest.
 
 A node holds the units of one color as an array ``[*blocks, size]``: units of one block may be permuted, each block for
-itself, and blocks move whole with the node that they belong to. As an example, attention with two heads of three units
-each for queries (0 to 5) and values (6 to 11), and the heads 12 and 13::
-
-    heads              [12, 13]
-    queries, in heads  [[0, 1, 2], [3, 4, 5]]
-    values, in heads   [[6, 7, 8], [9, 10, 11]]
-
-The edges say that 0, 1, 2 stand in 12, and so on: each unit in one block, all blocks of one size, so both nodes are
-nested in the heads. Where units stand in several blocks of a color at once (one set of keys for all heads) they are not
-nested in them. Everything that fits neither is pinned, with the reason.
+itself, and blocks move whole with the node that they belong to. What fits nowhere is pinned, with the reason.
 """
 
 from __future__ import annotations
@@ -49,11 +40,6 @@ class Node:
         """Number of units in each block."""
         return int(self.units.shape[-1])
 
-    @property
-    def inner_blocks(self) -> tuple[int, ...]:
-        """Shape of the blocks that units nested in this color have."""
-        return self.units.shape if self.size > 1 else self.units.shape[:-1]
-
 
 @dataclass(frozen=True, eq=False)
 class Forest:
@@ -77,49 +63,28 @@ class Forest:
         """Whether the units of a node may change places."""
         return node.size > 1 and node.color not in self.still
 
-    def parent(self, node: Node) -> Node | None:
-        """The node of the blocks that a node's units stand in."""
-        return None if node.parent is None else self.nodes[node.parent]
-
     def chain(self, node: Node | None) -> list[Node]:
-        """A node, its parent, and so on."""
+        """A node, the node of the blocks that its units stand in, and so on."""
         found = []
         while node is not None:
             found.append(node)
-            node = self.parent(node)
+            node = None if node.parent is None else self.nodes[node.parent]
         return found
 
-    def group(self, node: Node | None) -> Node | None:
-        """The nearest of a node and its ancestors that is a group of its own."""
-        return next((n for n in self.chain(node) if self.proper(n)), None)
+    def moving(self, node: Node | None) -> list[Node]:
+        """Those of the chain that are groups of their own."""
+        return [n for n in self.chain(node) if self.proper(n)]
 
     def below(self, node: Node, ancestor: Node) -> bool:
         """Whether a node is nested in another one, at whatever depth."""
         return any(n is ancestor for n in self.chain(node)[1:])
 
     def without(self, node: Node, reason: str, classes: Array) -> Forest:
-        """The forest without a node and what is nested in it; the blocks that held it stay where they are.
-
-        Args:
-            node: to leave out.
-            reason: why.
-            classes: the classes of the node's color.
-        """
+        """The forest without a node of some classes and what is nested in it; the blocks that held it stay put."""
         kept = {color: n for color, n in self.nodes.items() if n is not node and not self.below(n, node)}
         held = {n.color for n in self.chain(node)[1:]}
         reasons = {**dict.fromkeys(classes.tolist(), reason), **self.reasons}  # the first reason counts
         return replace(self, nodes=kept, still=self.still | held, reasons=reasons)
-
-
-def plant(labels: Labels, classes: Classes, coloring: Coloring) -> Forest:
-    """Make the forest of all colors that index some parameter, and of the blocks that hold these.
-
-    Args:
-        labels: the labels of the parameters, resolved.
-        classes: the classes of the units.
-        coloring: the coloring of the classes.
-    """
-    return _Planting(labels, classes, coloring).forest()
 
 
 def _present(labels: Labels, count: int, edges: Edges) -> Array:
@@ -130,21 +95,19 @@ def _present(labels: Labels, count: int, edges: Edges) -> Array:
             for component in label:
                 held[component[component >= 0]] = True
     units = np.flatnonzero(held)
-    while len(edges.child):
+    while True:
         more = distinct(np.append(units, edges.parent[among(edges.child, units)]))
         if len(more) == len(units):
-            break
+            return units
         units = more
-    return units
 
 
 def _by_color(units: Array, colors: Array) -> dict[int, Array]:
     """The units of each color, ascending."""
-    if not len(units):
-        return {}
     order = units[np.argsort(colors[units], kind="stable")]
     found, starts = np.unique(colors[order], return_index=True)
-    return {c: np.sort(own) for c, own in zip(found.tolist(), np.split(order, starts[1:]), strict=True)}
+    pieces = np.split(order, starts[1:]) if len(order) else []
+    return {c: np.sort(own) for c, own in zip(found.tolist(), pieces, strict=True)}
 
 
 def _pairs(edges: Edges, colors: Array) -> Pairs:
@@ -163,11 +126,7 @@ def _pairs(edges: Edges, colors: Array) -> Pairs:
 
 
 def _without_holders(pairs: Pairs) -> Pairs:
-    """The pairs without those that say that a block stands in the blocks that it holds.
-
-    The weights of a normalization bind an entry of the queries to (dimension, head): this head is then named inside of
-    the block of queries that is nested in it.
-    """
+    """The pairs without those that say that a block stands in the blocks that it holds."""
     kept = {color: dict(outers) for color, outers in pairs.items()}
     held = {color: sum(color in outers for outers in pairs.values()) for color in pairs}
     for inner in list(kept):
@@ -184,6 +143,11 @@ def _without_holders(pairs: Pairs) -> Pairs:
 
 class _Pinned(Exception):
     """The units of a color that is being placed cannot move, for a reason."""
+
+
+def plant(labels: Labels, classes: Classes, coloring: Coloring) -> Forest:
+    """Make the forest of all colors that index some parameter, and of the blocks that hold these."""
+    return _Planting(labels, classes, coloring).forest()
 
 
 class _Planting:
@@ -239,6 +203,15 @@ class _Planting:
             color = node.parent
         return found
 
+    def _around(self, outer: int, block: Array) -> dict[int, Array]:
+        """The blocks of units, the blocks that these stand in, and so on, by their colors."""
+        found = {outer: block}
+        for node in self._chain(outer):
+            if node.parent is not None:
+                block = self.block_of[node.color][block]
+                found[node.parent] = block
+        return found
+
     def _place(self, color: int, units: Array, pairs: Mapping[int, Array]) -> Node:
         """The node of a color, nested in the innermost of the blocks that its units stand in."""
         blocks: dict[int, Array] = {}  # color of blocks -> the block of each class
@@ -250,22 +223,18 @@ class _Planting:
             if outer in blocks and (blocks[outer] != block).any():
                 raise _Pinned("nested in one group in two ways")
             blocks[outer] = block
+        if not blocks:
+            return Node(color, units)
+        around = {outer: self._around(outer, block[units]) for outer, block in blocks.items()}
         for candidate in sorted(blocks, key=lambda c: -len(self._chain(c))):
-            if self._innermost(candidate, blocks, units):
+            ancestors = around[candidate]
+            if all(c in ancestors and (ancestors[c] == b[units]).all() for c, b in blocks.items()):
                 return self._nested(color, units, candidate, blocks[candidate])
-        if blocks:
-            self._same_blocks([self._around(outer, block[units]) for outer, block in blocks.items()])
-            raise _Pinned("nested in two groups at once")
-        return Node(color, units)
+        self._same_blocks([list(found.values()) for found in around.values()])
+        raise _Pinned("nested in two groups at once")
 
     def _blocks_of(self, units: Array, outer: int, pairs: Array) -> tuple[int, Array] | None:
-        """The color of blocks in which each unit stands once, starting from ``outer``, and the block of each class.
-
-        Units that stand in all blocks of ``outer`` at once may still stand in one each of the blocks around these.
-
-        Returns:
-            None for units that stand in all blocks alike, or in a block that is alone of its kind.
-        """
+        """The color of blocks in which each unit stands once, starting from ``outer``, and the block of each class."""
         while True:
             node = self.nodes.get(outer)
             if node is None:
@@ -288,20 +257,9 @@ class _Planting:
             pairs = np.stack([pairs[:, 0], self.block_of[outer][pairs[:, 1]]], axis=1)
             outer = node.parent
 
-    def _innermost(self, candidate: int, blocks: Mapping[int, Array], units: Array) -> bool:
-        """Whether all the other blocks of a color are the ancestors of the candidate's."""
-        block = blocks[candidate][units]
-        ancestors = {candidate: block}
-        for node in self._chain(candidate):
-            if node.parent is not None:
-                block = self.block_of[node.color][block]
-                ancestors[node.parent] = block
-        return all(c in ancestors and (ancestors[c] == b[units]).all() for c, b in blocks.items())
-
     def _nested(self, color: int, units: Array, outer: int, block: Array) -> Node:
         """The node of units that stand in one block each."""
-        parent = self.nodes[outer]
-        assert parent is not None
+        parent = self._chain(outer)[0]
         flat = parent.units.reshape(-1)
         place = np.full(self.count, -1, dtype=np.int64)
         place[flat] = np.arange(len(flat))
@@ -310,20 +268,11 @@ class _Planting:
         if (counts != counts[0]).any():
             raise _Pinned("blocks of different sizes")
         self.block_of[color] = block
-        return Node(color, units[np.argsort(slot, kind="stable")].reshape(*parent.inner_blocks, -1), outer)
-
-    def _around(self, outer: int, block: Array) -> list[Array]:
-        """The blocks of units, the blocks that these stand in, and so on."""
-        found = [block]
-        for node in self._chain(outer)[:-1]:
-            found.append(self.block_of[node.color][found[-1]])
-        return found
+        blocks = parent.units.shape if parent.size > 1 else parent.units.shape[:-1]
+        return Node(color, units[np.argsort(slot, kind="stable")].reshape(*blocks, -1), outer)
 
     def _same_blocks(self, chains: list[list[Array]]) -> None:
-        """Take down that blocks of different colors are one, where each of the one holds what one of the other does.
-
-        Channels of heads, that stand in groups, are normalized in blocks: these are the groups.
-        """
+        """Take down that blocks of different colors are one, where each of the one holds what one of the other does."""
         for chain in chains[1:]:
             for one, other in product(chains[0], chain):
                 pairs = distinct_rows(np.stack([one, other], axis=1))
@@ -340,28 +289,11 @@ class _Planting:
 
 
 def lost_blocks(nestings: list[tuple[Array, Array]], classes: Classes, colors: Array) -> Array:
-    """Blocks that could change places and hold a unit in common: its label does not say which of them is meant.
-
-    Take ``y0 + y1``, the halves of a convolution in two groups. Its eight output channels have units of their own, from
-    which the group can be told, so that the group does not stand in their label. The sum makes one unit of channel k of
-    the one half and channel k of the other: should the groups change places, nothing would tell that these channels do
-    so too. Blocks that cannot change places (queries and keys) need not be told apart by labels.
-
-    Args:
-        nestings: units of the ledger, and the block of each that its label leaves out.
-        classes: the classes of the units.
-        colors: the colors of the classes.
-
-    Returns:
-        Classes that have to be pinned.
-    """
-    nothing = np.empty(0, dtype=np.int64)
+    """Classes to be pinned: blocks that could change places and hold a unit in common that does not name its block."""
     if not nestings:
-        return nothing
+        return np.empty(0, dtype=np.int64)
     units, blocks = (classes.of[np.concatenate(side)] for side in zip(*nestings, strict=True))
     free = ~classes.fixed[blocks]
     rows = distinct_rows(np.stack([units[free], colors[blocks[free]], blocks[free]], axis=1))
-    if len(rows) < 2:
-        return nothing
     again = np.flatnonzero((rows[1:, :2] == rows[:-1, :2]).all(axis=1))
     return distinct(np.append(rows[again][:, 2], rows[again + 1][:, 2]))

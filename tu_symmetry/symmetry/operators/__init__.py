@@ -1,6 +1,6 @@
 """The rules that come with the library; importing this package registers them."""
 
-from tu_symmetry.symmetry.operators import (
+from tu_symmetry.symmetry.operators import (  # noqa: F401
     contractions,
     convolutions,
     indexing,
@@ -15,17 +15,4 @@ from tu_symmetry.symmetry.operators import (
 )
 from tu_symmetry.symmetry.rules import RULES
 
-__all__ = [
-    "RULES",
-    "contractions",
-    "convolutions",
-    "indexing",
-    "matrices",
-    "normalizations",
-    "ordering",
-    "pointwise",
-    "rearranging",
-    "recurrent",
-    "reductions",
-    "scattering",
-]
+__all__ = ["RULES"]

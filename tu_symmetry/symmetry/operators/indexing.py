@@ -1,9 +1,8 @@
 """Rules for look-ups: gather, indexing, embeddings, one-hot vectors.
 
 An index names positions. If it is known by value and names each position at most once, the units that it picks are
-picked. If its entries are positions of units (``Value.points``, what ``argmax`` and ``topk`` return), looking up the
-same units with them gives the same entries however the units are ordered: the two axes are tied, and nothing is pinned.
-Any other index may pick any position, so that the axis that is looked up cannot move.
+picked. If its entries are positions of units (``Value.points``), looking up the same units with them gives the same
+entries however the units are ordered: the two axes are tied. Any other index pins the axis that is looked up.
 """
 
 from __future__ import annotations
@@ -15,15 +14,11 @@ import torch
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
-from tu_symmetry.symmetry.operators.rearranging import pin_tensor
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 def meet(call: Call, value: Value, axis: int, index: Value, reason: str) -> Value:
-    """The value before an operator that finds positions along an axis by an index: tied to what the index names.
-
-    What remains does not depend on the axis; only its label tells whether it may still move.
-    """
+    """The value before a look-up along an axis, which is tied to what the index names; nothing else depends on it."""
     points = index.points
     if points and points[0].size == value.shape[axis] and value.labels[axis]:
         laid = tuple(along(c, axis, value.ndim) for c in points)
@@ -45,78 +40,61 @@ def picked(constant: object, size: int) -> np.ndarray | None:
     return positions if len(np.unique(positions)) == len(positions) else None
 
 
-def look_up(call: Call, value: Value, axis: int, index: Value, reason: str) -> Value:
-    """Replace an axis by the axes of an index."""
-    value = meet(call, value, axis, index, reason)
-    row = views.drop(call.ledger, value, axis)
-    width = index.ndim
-    frame = (*row.shape[:axis], *[1] * width, *row.shape[axis:])
-    shape = (*row.shape[:axis], *index.shape, *row.shape[axis:])
-    laid = views.reshape(call.ledger, row, frame)
-    labels, reasons = list(laid.labels), list(laid.reasons)
-    spread = (1,) * axis, (1,) * (row.ndim - axis)
-    for k in range(width):
-        labels[axis + k] = tuple(c.reshape(spread[0] + c.shape + spread[1]) for c in index.labels[k])
-        reasons[axis + k] = index.reasons[k] or "indexed"
-    return Value(shape, tuple(labels), tuple(reasons), laid.scale)
-
-
 @register_rule("embedding", positions="read", traits=("picks",))
 def _embedding(call: Call) -> Value:
-    positions = picked(call.constants.get("indices"), call["weight"].shape[0])
-    if positions is not None:
-        return views.take(call.ledger, call["weight"], 0, positions)
-    return look_up(call, call["weight"], 0, call["indices"], "rows are looked up")
+    return _look_up(call, call["weight"], 0, call["indices"], call.constants.get("indices"), "rows are looked up")
 
 
 @register_rule("index_select", positions="read", traits=("picks",))
 def _index_select(call: Call) -> Value:
-    value, index, axis = call["self"], call["index"], call.axis()
-    positions = picked(call.constants.get("index"), value.shape[axis])
-    if positions is not None:
-        return views.take(call.ledger, value, axis, positions)
+    index: Value = call["index"]
     if not index.ndim:
         index = replace(index, shape=(1,), labels=((),), reasons=("indexed",))
-    return look_up(call, value, axis, index, "indexed")
+    return _look_up(call, call["self"], call.axis(), index, call.constants.get("index"), "indexed")
+
+
+def _look_up(call: Call, value: Value, axis: int, index: Value, constant: object, reason: str) -> Value:
+    """Replace an axis by the axes of an index."""
+    positions = picked(constant, value.shape[axis])
+    if positions is not None:
+        return views.take(call.ledger, value, axis, positions)
+    row = views.drop(call.ledger, meet(call, value, axis, index, reason), axis)
+    laid = _inserted(call, row, axis, index.ndim)
+    before, after = (1,) * axis, (1,) * (row.ndim - axis)
+    for k, label in enumerate(index.labels):
+        own = tuple(c.reshape(before + c.shape + after) for c in label)
+        laid = laid.with_axis(axis + k, label=own, reason=index.reasons[k] or "indexed")
+    return laid
 
 
 @register_rule("index", "_unsafe_index", positions="read", traits=("picks",))
 def _index(call: Call) -> Value:
     value: Value = call["self"]
     indices = list(call["indices"])
-    kinds = call.dtypes.get("indices", [None] * len(indices))
+    masks = [kind == torch.bool for kind in call.dtypes.get("indices", [None] * len(indices))]
     used = [k for k, i in enumerate(indices) if i is not None]
+    axis = used[0]
     if len(used) == 1:
-        (axis,) = used
-        positions = picked(call.constants["indices"][axis], value.shape[axis])
-        if positions is not None:
-            return views.take(call.ledger, value, axis, positions)
-        if kinds[axis] != torch.bool:
-            return look_up(call, value, axis, indices[axis], "indexed")
-    if any(kinds[k] == torch.bool for k in used):
-        return _masked(call, value, indices, used)
+        constant = call.constants["indices"][axis]
+        if not masks[axis] or picked(constant, value.shape[axis]) is not None:
+            return _look_up(call, value, axis, indices[axis], constant, "indexed")
+    if any(masks[k] for k in used):
+        return _masked(call, value, indices[axis], axis) if len(used) == 1 else unknown(call)
     for k in used:
-        pin_tensor(call, indices[k], "an index")
+        call.ledger.pin(indices[k], "an index")
         value = views.mix(call.ledger, value, k, "indexed")
-    width = max(indices[k].ndim for k in used)
-    contiguous = used == list(range(used[0], used[-1] + 1))
-    at = used[0] if contiguous else 0
-    kept = [k for k in range(value.ndim) if k not in used]
     # bring the kept axes into a frame without the indexed ones, then insert the index's own (pinned) axes
+    kept = [k for k in range(value.ndim) if k not in used]
     source = views.permute(value, [*kept, *used])
     for _ in used:
         source = views.drop(call.ledger, source, source.ndim - 1)
-    return _inserted(call, source, at, width)
+    contiguous = used == list(range(axis, used[-1] + 1))
+    return _inserted(call, source, axis if contiguous else 0, max(indices[k].ndim for k in used))
 
 
-def _masked(call: Call, value: Value, indices: list[Value | None], used: list[int]) -> Value:
+def _masked(call: Call, value: Value, mask: Value, axis: int) -> Value:
     """Where a mask is true: its axes become one, of a length that only values tell."""
-    if len(used) > 1:
-        return unknown(call)
-    (axis,) = used
-    mask = indices[axis]
-    assert mask is not None
-    pin_tensor(call, mask, "a mask")
+    call.ledger.pin(mask, "a mask")
     for _ in range(mask.ndim):
         value = views.drop(call.ledger, views.mix(call.ledger, value, axis, "chosen by a mask"), axis)
     return _inserted(call, value, axis, 1)
@@ -147,8 +125,7 @@ def joined(call: Call, values: list[Value], axis: int, label: Label, reason: str
 
 @register_rule("gather", "take_along_dim", positions="read", traits=("picks",))
 def _gather(call: Call) -> Value:
-    value, index = call["self"], call.get("index", call.get("indices"))
-    dim = call.arguments.get("dim")
+    value, index, dim = call["self"], call.get("index", call.get("indices")), call.arguments.get("dim")
     if dim is None or not value.ndim:
         return unknown(call)
     axis = dim % value.ndim
@@ -156,12 +133,18 @@ def _gather(call: Call) -> Value:
     for k in range(value.ndim):
         if k != axis and 1 < index.shape[k] < value.shape[k]:
             value = views.take(call.ledger, value, k, np.arange(index.shape[k]))
-        elif k != axis and call.operator == "aten.gather" and index.shape[k] < value.shape[k]:
+        elif k != axis and call.name == "gather" and index.shape[k] < value.shape[k]:
             value = views.take(call.ledger, value, k, np.arange(1))
-    scale = value.scale
-    row = views.drop(call.ledger, replace(value, labels=value.labels), axis, keep=True)
-    found = joined(call, [row, index], axis, index.labels[axis], index.reasons[axis])
-    return replace(found, scale=scale)
+    row = views.drop(call.ledger, value, axis, keep=True)
+    return replace(joined(call, [row, index], axis, index.labels[axis], index.reasons[axis]), scale=value.scale)
+
+
+def _named(call: Call, index: Value, size: int, reason: str) -> Label:
+    """The label of an axis that the entries of an index name; units of another axis are pinned."""
+    if index.points and index.points[0].size == size:
+        return index.points
+    call.ledger.pin_label(index.points, reason)
+    return ()
 
 
 @register_rule("one_hot", positions="read")
@@ -169,25 +152,17 @@ def _one_hot(call: Call) -> Value:
     """A last axis that the entries name."""
     index: Value = call["self"]
     laid = views.reshape(call.ledger, replace(index, points=()), (*index.shape, 1))
-    label: Label = ()
-    if index.points and index.points[0].size == call.shape[-1]:
-        label = tuple(along(c, laid.ndim - 1, laid.ndim) for c in index.points)
-    else:
-        call.ledger.pin_label(index.points, "one-hot vectors of another length")
+    label = _named(call, index, call.shape[-1], "one-hot vectors of another length")
+    label = tuple(along(c, laid.ndim - 1, laid.ndim) for c in label)
     return replace(laid, shape=call.shape, labels=(*laid.labels[:-1], label), reasons=(*laid.reasons[:-1], "one-hot"))
 
 
 @register_rule("bincount", positions="read")
 def _bincount(call: Call) -> Value:
-    index, weights = call["self"], call.get("weights")
-    ledger = call.ledger
-    label: Label = ()
-    if index.points and index.points[0].size == call.shape[0]:
-        label = index.points
-    else:
-        ledger.pin_label(index.points, "counted by position")
+    index, weights, reason = call["self"], call.get("weights"), "counted by position"
+    label = _named(call, index, call.shape[0], reason)
     scale: tuple[Term, ...] = ()
     if weights is not None:
-        ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
-        scale = ledger.alike_along(weights, 0).scale
-    return replace(pinned_value(call.shape, "counted by position"), labels=(label,), scale=scale)
+        call.ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
+        scale = call.ledger.alike_along(weights, 0).scale
+    return replace(pinned_value(call.shape, reason), labels=(label,), scale=scale)

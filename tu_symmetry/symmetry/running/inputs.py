@@ -22,21 +22,15 @@ def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = N
     Args:
         example_inputs: an input tensor, a tuple of positional arguments, or a list of several of these.
         example_kwargs: keyword arguments of every example, or a list with those of each.
-
-    Raises:
-        ValueError: for an empty list, or lists of different lengths.
     """
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    if isinstance(example_inputs, list) and not example_inputs:
+    if not several:
         raise ValueError("example_inputs is an empty list; pass at least one example")
-    if isinstance(example_kwargs, list):
-        if not isinstance(example_inputs, list):
-            several = several * len(example_kwargs)
-        if len(example_kwargs) != len(several) or not several:
-            raise ValueError(f"{len(several)} example_inputs and {len(example_kwargs)} example_kwargs; pass as many")
-        named: list[Mapping[str, Any]] = example_kwargs
-    else:
-        named = [example_kwargs or {}] * len(several)
+    named = example_kwargs if isinstance(example_kwargs, list) else [example_kwargs or {}] * len(several)
+    if not isinstance(example_inputs, list):
+        several = several * len(named)
+    if len(named) != len(several) or not several:
+        raise ValueError(f"{len(several)} example_inputs and {len(named)} example_kwargs; pass as many")
     return [(a if isinstance(a, tuple) else (a,), dict(k)) for a, k in zip(several, named, strict=True)]
 
 
@@ -46,10 +40,7 @@ def doubled(example: Example) -> Example:
 
 
 def in_double(example: Example, generator: torch.Generator | None) -> Example:
-    """An example in float64 on the CPU; with a generator constant tensors (zeros, ones) are replaced by noise.
-
-    Tensors on the meta device have no values: noise takes their place, and zeros that of integers.
-    """
+    """An example in float64 on the CPU; with a generator constant tensors (zeros, ones) are replaced by noise."""
 
     def wide(tensor: Tensor) -> Tensor:
         if tensor.is_meta and is_continuous(tensor):
@@ -68,10 +59,7 @@ def in_double(example: Example, generator: torch.Generator | None) -> Example:
 
 
 def redrawn(example: Example, generator: torch.Generator) -> Example:
-    """Other numbers of the same mean and deviation in the floating-point tensors.
-
-    Integers, booleans, and tensors of one or two different numbers (masks) stay as they are.
-    """
+    """Other numbers of the same mean and deviation in the floating-point tensors; masks stay as they are."""
 
     def draw(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()) or len(tensor.unique()) < 3:

@@ -16,6 +16,11 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.rules import GUARD, SMALL
 from tu_symmetry.symmetry.running.weights import Noise
 
+_ORDER = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_CONSTANT = frozenset({"rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"})
+_MADE = frozenset({"lift_fresh", "lift", "zeros_like", "ones_like"})
+ALMOST_ZERO = 1e-100  # for an epsilon: some operators refuse zero
+
 
 class WrittenTo(BaseException):
     """The forward pass is about to write to a tensor of the state; no handler of the module's own may swallow it."""
@@ -26,21 +31,15 @@ class WrittenTo(BaseException):
 
 
 class Exactly(TorchDispatchMode):
-    """Computes in one precision throughout, with constants for noise.
+    """Computes in one precision throughout, with constants for noise, which move with the units by themselves.
 
-    A symmetry of a stochastic layer holds in law: its noise has to move with the units, and constants do so by
-    themselves. Lower precisions inside the network (casts, new tensors, constants that are no buffers) would round what
-    is to be compared, or not fit the weights. An operator that does not exist in double precision is computed in the
-    best precision that it knows, which ``epsilon`` then tells. As an example::
-
-        h = self.a(x).to(torch.float16)             # stays float64
-        kept = h * (torch.rand_like(h) < 0.9)       # 0.7 everywhere: all are kept, whatever places units have changed
-        return torch.ops.lib.norm(kept) + 1e-5      # a kernel that knows float32 at best; epsilon is that of float32
+    An operator that does not exist in double precision is computed in the best that it knows, which ``epsilon`` then
+    tells.
 
     Args:
         precision: float64, or the best that the network knows.
         kept: the weights' names, by the places of their memory, which no operator may write to.
-        guarded: False leaves the epsilons of normalizations out: ``1e-5`` becomes 1e-100.
+        guarded: False leaves the epsilons of normalizations out.
         narrow: whether weights come in lower precision; every operator but a view gets them widened.
         noise: on weights that are widened.
     """
@@ -57,13 +56,11 @@ class Exactly(TorchDispatchMode):
         noise: Noise | None = None,
     ) -> None:
         super().__init__()
+        self.precision, self.kept = precision, kept
         self.guarded, self.narrow, self.noise = guarded, narrow, noise
-        self.precision = precision
-        self.kept = kept
         self.epsilon = torch.finfo(precision).eps
         self.most = free_memory(torch.device("cpu")) // 4  # bytes of one tensor
-        order = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        self.lower = frozenset(order[order.index(precision) + 1 :])
+        self.lower = frozenset(_ORDER[_ORDER.index(precision) + 1 :])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,28 +71,28 @@ class Exactly(TorchDispatchMode):
         if kwargs.get("dtype") in self.lower:
             kwargs["dtype"] = self.precision
         schema = getattr(func, "_schema", None)
+        pure = schema is not None and not schema.is_mutable
         if not self.guarded and schema is not None:
             args, kwargs = _unguarded(schema, args, kwargs)
         if not mixed and self.narrow and not getattr(func, "is_view", False):
             mixed = any(a.dtype in self.lower and self.weight(a) is not None for a in held)
-        if mixed and schema is not None and not schema.is_mutable and any(a.dtype in self.lower for a in held):
+        if mixed and pure and any(a.dtype in self.lower for a in held):
             args, kwargs = tree_map_only(Tensor, self.raised, (args, kwargs))
         if schema is not None and schema.is_mutable:
             self._guard(schema, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            if not mixed or schema is None or schema.is_mutable:
+            if not mixed or not pure:
                 raise
             result = self._rounded(func, args, kwargs, error)
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
-        if isinstance(result, Tensor) and result.numel() * result.element_size() > self.most:
+        if isinstance(result, Tensor):
             self._require_room(func, result)
-        if isinstance(result, Tensor) and (not held or name in ("lift_fresh", "lift", "zeros_like", "ones_like")):
-            result = self.raised(result)
+            result = self.raised(result) if not held or name in _MADE else result
         if name == "bernoulli":
             result.fill_(1)
-        elif name in ("rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"):
+        elif name in _CONSTANT:
             result.fill_(0.7)
         elif name == "normal":
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -104,23 +101,20 @@ class Exactly(TorchDispatchMode):
 
     def _guard(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for k, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = args[k] if k < len(args) else kwargs.get(argument.name)
-                for tensor in tree_leaves(written):
-                    name = self.weight(tensor) if isinstance(tensor, Tensor) else None
-                    if name is not None:
-                        raise WrittenTo(name)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for tensor in tree_leaves(args[k] if k < len(args) else kwargs.get(argument.name)):
+                name = self.weight(tensor) if isinstance(tensor, Tensor) else None
+                if name is not None:
+                    raise WrittenTo(name)
 
     def _require_room(self, func: Any, result: Tensor) -> None:
-        if result.layout != torch.strided or getattr(func, "is_view", False):
-            return
-        raise SymmetryError(
-            f"with random weights, in double precision, {func} makes a tensor of shape {tuple(result.shape)}, "
-            f"{result.nbytes / 2**30:.1f} GiB, and {4 * self.most / 2**30:.1f} GiB were free: the run stops before the "
-            "memory is gone. Likely cause: sizes that follow from the weights (predicted durations, for example), or "
-            "example inputs that are larger than needed. Pass smaller example inputs, or verify the symmetries of the "
-            "parts before and behind"
-        )
+        if result.layout == torch.strided and result.nbytes > self.most and not getattr(func, "is_view", False):
+            raise SymmetryError(
+                f"with random weights {func} makes a tensor of shape {tuple(result.shape)}, and "
+                f"{4 * self.most / 2**30:.1f} GiB were free (do sizes follow from the weights?); pass smaller example "
+                "inputs, or verify parts of the network"
+            )
 
     def raised(self, tensor: Tensor) -> Tensor:
         """A tensor in the precision that is computed in; weights with their noise."""
@@ -190,7 +184,7 @@ def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         clamped = name in ("clamp", "clamp_min") and argument.name == "min" and value <= GUARD
         if added or clamped or argument.name in ("eps", "epsilon"):
             if k < len(given):
-                given[k] = 1e-100  # some operators refuse zero
+                given[k] = ALMOST_ZERO
             else:
-                named[argument.name] = 1e-100
+                named[argument.name] = ALMOST_ZERO
     return tuple(given), named

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import types
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from tu_symmetry.symmetry.running.inputs import (
     in_double,
     redrawn,
 )
-from tu_symmetry.symmetry.running.precision import Exactly, Widened, WrittenTo
+from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, Widened, WrittenTo
 from tu_symmetry.symmetry.running.weights import Noise, as_computed, is_continuous, kept_value, perturb_, random_state
 
 LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
@@ -33,17 +32,9 @@ LARGE = 2**29  # bytes of the weights in double precision, from which on they ar
 class Probe:
     """A network without its weights, and inputs to run it on: enough to compare what two states compute.
 
-    The module is a copy on the CPU, in evaluation mode, whose parameters and floating-point or complex buffers take no
-    memory and have no values; nothing of the model that it was made from is kept alive. Every run is in float64 (or in
-    the best precision that the network's operators know, see :attr:`epsilon`), with constants for noise, and on a copy
-    of the module, so that nothing is carried from one run to the next.
-
-    Attributes:
-        module: the hollow copy.
-        args, kwargs: the inputs, float64 on the CPU.
-        epsilon: relative rounding of the lowest precision that any run had to use: that of float64, unless an operator
-            exists in lower precision only.
-        others: the same network with other example inputs, or in training mode, where the symmetries have to hold too.
+    The module is a hollow copy on the CPU. Every run is in float64 (or in the best precision that the operators know,
+    of which ``epsilon`` is the rounding), with constants for noise. The symmetries have to hold for ``others`` too: the
+    same network with other example inputs, or in training mode.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -53,7 +44,6 @@ class Probe:
         self.kwargs = dict(kwargs)
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
-        self._plain: bool | None = None
         self._narrowly = True
         self._guarded = True
         self._dead = False
@@ -68,18 +58,7 @@ class Probe:
         *,
         generator: torch.Generator | None = None,
     ) -> Probe:
-        """Make the hollow copy of a model; the model is left as it is.
-
-        Args:
-            model: any module.
-            example_inputs: an input tensor, or the tuple of positional arguments of ``forward``; a list of several.
-            example_kwargs: keyword arguments of ``forward``; a list of as many.
-            generator: if given, constant floating-point inputs (zeros, ones) are replaced by noise: on an input of
-                zeros the first layer's weights would play no role.
-
-        Raises:
-            SymmetryError: if the model changes its own weights when it is switched to evaluation mode.
-        """
+        """Make the hollow copy of a model, and take its inputs as :func:`in_double` does."""
         module = hollow(model)
         first, *more = (cls(module, *in_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
         first.others = tuple(more)
@@ -102,14 +81,11 @@ class Probe:
         return Probe(self.module, *in_double((args, dict(example_kwargs or {})), None))
 
     def drawn(self, generator: torch.Generator) -> Probe:
-        """The same network with other numbers in its floating-point inputs, see :func:`redrawn`."""
+        """The same network with other numbers in its floating-point inputs."""
         return self._with(redrawn((self.args, self.kwargs), generator))
 
     def blank(self) -> Probe:
-        """The same network with zeros for its floating-point inputs, and random states with no positive bias.
-
-        Behind a ReLU all units are dead then, and their numbers equal.
-        """
+        """The same network with zeros for inputs and no positive bias: behind a ReLU all units are dead, and equal."""
         probe = self._with(blank((self.args, self.kwargs)))
         probe._dead = True
         return probe
@@ -121,17 +97,12 @@ class Probe:
         return probe
 
     def without_epsilons(self) -> Probe:
-        """The same network with (almost) zero for every epsilon of a normalization.
-
-        That is every attribute that looks like one, every argument of an operator that is called so, and every literal
-        that the rules take for one: a small number that is added to a statistic (``h.std() + 1e-5``), or below which a
-        norm is clamped.
-        """
+        """The same network with (almost) zero for every epsilon of a normalization: attributes, arguments, literals."""
         module = sharing(self.module)
         for part in module.modules():
             for key, value in vars(part).items():
                 if "eps" in key and isinstance(value, float):
-                    setattr(part, key, 1e-100)  # some operators refuse zero
+                    setattr(part, key, ALMOST_ZERO)
         probe = Probe(module, self.args, self.kwargs)
         probe._guarded = False
         return probe
@@ -139,13 +110,10 @@ class Probe:
     def random_state(
         self, generator: torch.Generator, constants: Container[str] | None = None, *, exchanged: bool = False
     ) -> dict[str, Tensor]:
-        """Random weights for the network: see :func:`random_state`.
+        """Random weights for the network, see :func:`~.weights.random_state`.
 
-        Args:
-            generator: for the numbers.
-            constants: as for :func:`random_state`.
-            exchanged: whether their entries will only change places. Those of a large network are then drawn among the
-                numbers of half precision, a quarter of the memory, which loses nothing.
+        Entries of a large network that will only be ``exchanged`` are drawn among the numbers of half precision: a
+        quarter of the memory, and nothing is lost.
         """
         half = exchanged and self.large(self.module.state_dict())
         state = random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
@@ -160,17 +128,9 @@ class Probe:
         return self._narrowly and 8 * sum(t.numel() for t in {id(t): t for t in state.values()}.values()) > LARGE
 
     def run(self, state: Mapping[str, Tensor], *, noise: Noise | None = None) -> list[Tensor]:
-        """The tensors among the network's outputs for a state, which is not changed.
+        """The tensors among the network's outputs for a state, of any precision, on any device; it is not changed.
 
-        The weights of a large network (see :meth:`large`) in lower precision stay as they are, and each is widened
-        where an operator takes it, which needs no second copy of them and gives the same outputs.
-
-        Args:
-            state: name to tensor; floating-point tensors of any precision, on any device.
-            noise: for weights that are widened; others are changed beforehand, see :meth:`perturbed`.
-
-        Raises:
-            SymmetryError: if the network does not run, in double precision or in any other.
+        ``noise`` is for weights of large networks, which are widened as they are used; see :meth:`perturbed`.
         """
         if self.large(state) and self._precision == torch.float64:
             try:
@@ -206,15 +166,7 @@ class Probe:
         *,
         in_place: bool = False,
     ) -> list[Tensor]:
-        """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`.
-
-        Args:
-            state: name to tensor.
-            amount: size of the noise, by name.
-            generator: for the noise.
-            in_place: whether the state itself, whose tensors are contiguous, takes the noise, and no copy of it.
-                Weights of a large network in lower precision are never changed.
-        """
+        """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`."""
         if self.large(state) and any(t.is_floating_point() and t.dtype != torch.float64 for t in state.values()):
             return self.run(state, noise=Noise(amount, generator))
         if not in_place:
@@ -222,28 +174,6 @@ class Probe:
             state = {name: copies[id(t)] for name, t in state.items()}
         perturb_(state, amount, generator)
         return self.run(state)
-
-    @contextlib.contextmanager
-    def _fresh(self) -> Iterator[nn.Module]:
-        """The module as it was made: some keep what they computed from weights, or count their calls.
-
-        Where all that a module holds beside its tensors are plain values, it is put back to them after the run (the
-        usual case, and a deep copy of a large network takes as long as its layers do); else a copy is run.
-        """
-        if self._plain is None:
-            self._plain = all(
-                k == "_buffers" or _plain(v) for part in self.module.modules() for k, v in vars(part).items()
-            )
-        if not self._plain:
-            yield sharing(self.module)
-            return
-        held = [(part, {k: _shallow(v) for k, v in vars(part).items()}) for part in self.module.modules()]
-        try:
-            yield self.module
-        finally:
-            for part, attributes in held:
-                vars(part).clear()
-                vars(part).update(attributes)
 
     def _attempt(
         self, state: Mapping[str, Tensor], *, narrow: bool = False, noise: Noise | None = None
@@ -257,13 +187,10 @@ class Probe:
             if id(tensor) not in seen:
                 kind = tensor.dtype if narrow and name not in self._written else None
                 own = tensor.detach().to(device="cpu", dtype=kind or as_computed(tensor.dtype, precision))
-                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
-                    if name in self._written:
-                        own = own.clone()
-                    else:
-                        kept[own.untyped_storage().data_ptr()] = name
-                elif kind is not None and own.layout == torch.strided:
-                    kept[own.untyped_storage().data_ptr()] = name  # a copy from another device
+                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr() and name in self._written:
+                    own = own.clone()
+                elif own.layout == torch.strided and (kind is not None or own.data_ptr() == tensor.data_ptr()):
+                    kept[own.untyped_storage().data_ptr()] = name
                 seen[id(tensor)] = own
             given[name] = seen[id(tensor)]
         for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
@@ -275,7 +202,8 @@ class Probe:
         exactly = Exactly(precision, kept, guarded=self._guarded, narrow=narrow, noise=noise)
         try:
             widened = Widened(exactly) if narrow else contextlib.nullcontext()
-            with self._fresh() as module, torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
+            module = sharing(self.module)  # some keep what they computed from weights, or count their calls
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
                 torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
@@ -286,14 +214,7 @@ class Probe:
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
-
-    Modules that do something of their own when they are switched to evaluation mode (empty what they kept of their
-    weights, merge an adapter) do it on real copies of the weights first.
-
-    Raises:
-        SymmetryError: if that changes the weights, so that a state dict means another function than the one traced.
-    """
+    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values."""
     if switches(model):
         model = copied(model)
         before = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
@@ -313,36 +234,13 @@ def hollow(model: nn.Module) -> nn.Module:
         if is_continuous(tensor) and tensor.layout == torch.strided:
             empty = torch.zeros((), dtype=as_computed(tensor.dtype, torch.float64), device="cpu").expand(tensor.shape)
             held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-        else:
-            counter = tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1
-            value = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu") if counter else kept_value(tensor)
-            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in held:  # buffers that the state dict leaves out
+        elif tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1:  # a counter
+            held[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    for tensor in (*model.state_dict(keep_vars=True).values(), *model.parameters(), *model.buffers()):
+        if id(tensor) not in held:
             value = kept_value(tensor)
             held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
     return copied(model, held).train().eval()  # which empties what some modules keep of their weights
-
-
-_ATOMS = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
-
-
-def _plain(value: Any) -> bool:
-    """Whether an attribute cannot change but by being set anew, or is a flat container (see :func:`_shallow`)."""
-    if isinstance(value, (dict, list, set)):
-        items = value.values() if isinstance(value, dict) else value
-        return all(isinstance(v, (nn.Module, nn.Parameter)) or _atom(v) for v in items)
-    return _atom(value)
-
-
-def _atom(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_atom, value))
-    return isinstance(value, (*_ATOMS, types.FunctionType, types.BuiltinFunctionType, type))
-
-
-def _shallow(value: Any) -> Any:
-    return value.copy() if isinstance(value, (dict, list, set)) else value
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -359,9 +257,9 @@ def tensors_of(nested: Any) -> list[Tensor]:
         wide = {float: torch.float64, complex: torch.complex128}.get(type(nested))
         return [torch.as_tensor(nested, dtype=wide, device="cpu")]
     if isinstance(nested, Mapping):
-        return [t for item in nested.values() for t in tensors_of(item)]
+        nested = list(nested.values())
+    elif dataclasses.is_dataclass(nested) and not isinstance(nested, type):
+        nested = [getattr(nested, field.name) for field in dataclasses.fields(nested)]
     if isinstance(nested, (list, tuple, set, frozenset)):
         return [t for item in nested for t in tensors_of(item)]
-    if dataclasses.is_dataclass(nested) and not isinstance(nested, type):
-        return [t for field in dataclasses.fields(nested) for t in tensors_of(getattr(nested, field.name))]
     return []

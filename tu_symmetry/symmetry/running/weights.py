@@ -20,35 +20,37 @@ def random_state(
     *,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
-    """Random float64 weights of moderate size for every floating-point or complex tensor of a module, on the CPU.
+    """Random weights of moderate size for every tensor of a module, on the CPU; tied names share one tensor.
 
-    Matrices are scaled by their fan-in; vectors (biases, affine parameters) vary about one or zero; running variances
-    are positive. Sparse tensors stay as they are, and so do integers and booleans, unless ``constants`` says which of
-    these the network reads by value: the others are drawn too (masks at random, other integers in another order).
-    Tied names share one tensor. With another ``dtype`` real numbers are rounded to it.
+    Args:
+        model: the module.
+        generator: for the numbers.
+        constants: integers and booleans that keep their values; where left out, all of them do, else the others are
+            drawn too (masks at random, other integers in another order).
+        dtype: of the real numbers.
     """
     drawn: dict[int, Tensor] = {}
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in drawn:
-            drawn[id(tensor)] = _draw(name, tensor.detach(), generator)
-            whole = tensor.layout == torch.strided and not is_continuous(tensor)
-            if whole and constants is not None and name not in constants and tensor.numel() > 1:
-                drawn[id(tensor)] = _draw_integers(drawn[id(tensor)], generator)
-            if tensor.is_floating_point() and tensor.layout == torch.strided:
-                drawn[id(tensor)] = drawn[id(tensor)].to(dtype)
+            own = _drawn(name, tensor.detach(), generator)
+            if tensor.layout == torch.strided:
+                if constants is not None and not is_continuous(tensor) and name not in constants and tensor.numel() > 1:
+                    own = _drawn_integers(own, generator)
+                own = own.to(dtype) if tensor.is_floating_point() else own
+            drawn[id(tensor)] = own
         state[name] = drawn[id(tensor)]
     return state
 
 
-def _draw_integers(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _drawn_integers(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """A mask with three quarters of its entries set, or the same integers in another order."""
     if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
         return (torch.rand(tensor.shape, generator=generator, device="cpu") < 0.75).to(tensor.dtype)
     return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator, device="cpu")].reshape(tensor.shape)
 
 
-def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _drawn(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     if tensor.layout != torch.strided or not is_continuous(tensor):
         return tensor.cpu().clone()
     # numbers of single precision: drawing is most of what small batches cost
@@ -59,24 +61,12 @@ def _draw(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     if "var" in last and not tensor.is_complex():
         return 0.5 + noise.abs()
     if tensor.ndim >= 2:
-        fan_in = math.prod(tensor.shape[1:])
-        return noise.mul_((1.5 / max(fan_in, 1)) ** 0.5)
-    if "mean" in last or "bias" in last:
-        return 0.3 * noise
-    return 1.0 + 0.3 * noise
+        return noise.mul_((1.5 / max(math.prod(tensor.shape[1:]), 1)) ** 0.5)
+    return 0.3 * noise if "mean" in last or "bias" in last else 1.0 + 0.3 * noise
 
 
 class Noise:
-    """What weights are multiplied by, in place: ``1 + amount(name) * u``, with u in (-1, 1) from a pool of numbers.
-
-    A tensor is cut into pieces of half the pool, each of which takes a stretch of it that begins somewhere: a tensor of
-    600,000 entries is three pieces with, say, the stretches from 1,204, 99,871 and 17.
-
-    Args:
-        amount: relative size of the noise on a tensor, by its name.
-        generator: for the numbers.
-        most: entries of the largest tensor: small networks need few numbers.
-    """
+    """What weights are multiplied by, in place: ``1 + amount(name) * u``, with u in (-1, 1) from a pool of numbers."""
 
     def __init__(self, amount: Callable[[str], float], generator: torch.Generator, most: int = _POOL) -> None:
         self.amount, self.generator = amount, generator
@@ -119,11 +109,7 @@ def as_computed(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
 
 
 def kept_value(tensor: Tensor) -> Tensor:
-    """The value of a tensor that is part of the network but no weight, on the CPU.
-
-    Raises:
-        SymmetryError: for one on the meta device.
-    """
+    """The value of a tensor that is part of the network but no weight, on the CPU; none on the meta device has one."""
     if tensor.is_meta:
         raise SymmetryError(
             f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that is part of the network, but no "

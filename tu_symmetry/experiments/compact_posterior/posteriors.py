@@ -1,0 +1,216 @@
+"""Table 1 of arXiv 2401.00611, its pruning curves (Figure 5), and losses along interpolations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from tu_symmetry.alignment.activations import activation_matching
+from tu_symmetry.alignment.barrier import loss_barrier
+from tu_symmetry.datamodules import ImageDataModule
+from tu_symmetry.evaluation import accuracy, logits, mean_probabilities, nll
+from tu_symmetry.experiments.study import Study, tracked
+from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
+from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.compact import prune as masked
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import evenly, sample_count, unstack
+from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
+from tu_symmetry.symmetry.elements import Permutation
+from tu_symmetry.tables.outcome import Outcome
+
+COLUMNS = ("hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q")
+KEEP = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The folders of the chain and the deep ensemble (``samples/``, ``q_d`` and ``q_r``), and of VI (``q``)."""
+
+    hmc: Path
+    ensemble: Path
+    vi: Path
+
+    def posterior(self, column: str) -> Path:
+        """The file of a column of Table 1, ``hmc/q_d`` for example."""
+        source, _, q = column.partition("/")
+        return getattr(self, source) / f"{q}.safetensors"
+
+
+class PosteriorStudy(Study):
+    """A study of posteriors that runs have written."""
+
+    def posterior(self, path: Path) -> CompactPosterior:
+        """A fitted Gaussian of this architecture."""
+        return CompactPosterior.load(path, self.graph).to(self.device)
+
+    def samples(self, run: Path, wanted: int | None = None) -> dict[str, Tensor]:
+        """The networks of a run, stacked: ``wanted`` evenly spaced ones of them, or all."""
+        store = SampleStore.open(run / "samples")
+        return store.stack(evenly(len(store), wanted), device=self.device)
+
+    def matched(self, reference: dict[str, Tensor], state: dict[str, Tensor]) -> Permutation:
+        """The permutation that matches a network to another one by the activations on the training set."""
+        return activation_matching(self.graph, self.model, reference, state, self.train).permutation
+
+
+def compare(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    runs: Runs,
+    num_samples: int = 100,
+    repeats: int = 1,
+    seed: int = 0,
+    device: str = "auto",
+) -> Outcome:
+    """Agreement with HMC, total variation to HMC, and accuracy of samples and of means, for every column of Table 1.
+
+    Args:
+        num_samples: draws from each q in a predictive.
+        repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
+            wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
+    """
+    study = PosteriorStudy(model, data, device, seed)
+    hmc = study.samples(runs.hmc)
+    predictives = {
+        "hmc/sample": [mean_probabilities(study.model, hmc, study.test)],
+        "ensemble/sample": [mean_probabilities(study.model, study.samples(runs.ensemble), study.test)],
+    }
+    mean_accuracy: dict[str, float] = {}
+    for column in tracked("predicting", COLUMNS, str):
+        q, generator = study.posterior(runs.posterior(column)), study.generator(column)
+        draws = (q.sample(num_samples, generator=generator) for _ in range(repeats))
+        predictives[column] = [mean_probabilities(study.model, states, study.test) for states in draws]
+        mean_accuracy[column] = accuracy(logits(study.model, q.mean, study.test), study.test.y)
+    (reference,) = predictives["hmc/sample"]
+    figures: dict[str, Callable[[Tensor], float]] = {
+        "agreement": lambda p: float(predictive_agreement(p, reference)),
+        "tv": lambda p: float(predictive_total_variation(p, reference)),
+        "accuracy": lambda p: accuracy(p, study.test.y),
+        "nll": lambda p: nll(p, study.test.y),
+    }
+    rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
+    spread: dict[str, dict[str, float]] = {}
+    for name, figure in figures.items():
+        values = {
+            c: torch.tensor([figure(p) for p in ps], dtype=torch.float64, device="cpu") for c, ps in predictives.items()
+        }
+        rows[name] = {column: v.mean().item() for column, v in values.items()}
+        spread[name] = {column: v.std().item() for column, v in values.items() if len(v) > 1}
+    gains = (
+        f"{title} {rows['accuracy'][f'{source}/q_d']:.3f} → {rows['accuracy'][f'{source}/q_r']:.3f}"
+        for title, source in (("HMC", "hmc"), ("ensemble", "ensemble"))
+    )
+    return Outcome(
+        {"rows": rows, "spread": spread, "draws": [repeats, num_samples], "reference_samples": sample_count(hmc)},
+        f"accuracy of q_d → q_r: {', '.join(gains)}",
+    )
+
+
+def prune(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    runs: Runs,
+    keep: Sequence[float] = KEEP,
+    num_samples: int = 200,
+    seed: int = 0,
+    device: str = "auto",
+) -> Outcome:
+    """Accuracy of pruned samples (own sigma), and of the ensemble's mean and members pruned by HMC's and VI's sigma.
+
+    A sigma of another method orders the units of *its* networks; so the means are first matched to the ensemble's mean
+    by activation matching, and the masks move along. A random order of the weights is the control.
+
+    Args:
+        keep: shares of the weights that are kept, those of lowest sigma.
+        num_samples: draws from each q.
+    """
+    study = PosteriorStudy(model, data, device, seed)
+    graph, model = study.graph, study.model
+
+    def accuracy_of(state: dict[str, Tensor]) -> float:
+        return accuracy(logits(model, state, study.test), study.test.y)
+
+    columns = {"HMC": "hmc/q_r", "ensemble": "ensemble/q_r", "VI": "vi/q"}
+    q = {name: study.posterior(runs.posterior(column)) for name, column in columns.items()}
+    center = q["ensemble"].mean
+    moves = {name: study.matched(center, other.mean) for name, other in q.items() if name != "ensemble"}
+    members = list(unstack(study.samples(runs.ensemble)))
+    aligned = [apply_permutation(graph, study.matched(center, m), m) for m in members]
+    generator = study.generator("control")
+    order = {
+        n: torch.rand(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device)
+        for n, t in center.items()
+    }
+    ascending = torch.cat([t.flatten() for t in order.values()]).sort().values
+    draws = {name: one.sample(num_samples, generator=study.generator(name)) for name, one in q.items()}
+    curves: dict[str, list[float]] = {}
+
+    def add(curve: str, value: float) -> None:
+        curves.setdefault(curve, []).append(value)
+
+    for share in tracked("pruning", keep):
+        for name, posterior in q.items():
+            mask = posterior.pruning_mask(share)
+            predictive = mean_probabilities(model, masked(draws[name], mask), study.test)
+            add(f"{name} samples, own σ", accuracy(predictive, study.test.y))
+            add(f"{name} mean, own σ", accuracy_of(masked(posterior.mean, mask)))
+        foreign = {f"{m}'s σ": permute_tensors(graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
+        threshold = ascending[max(round(share * len(ascending)), 1) - 1]
+        foreign["random order"] = {name: t <= threshold for name, t in order.items()}
+        for label, mask in foreign.items():
+            add(f"ensemble mean, {label}", accuracy_of(masked(center, mask)))
+            add(f"single networks, {label}", fmean([accuracy_of(masked(m, mask)) for m in aligned]))
+    half = min(range(len(keep)), key=lambda i: abs(keep[i] - 0.5))
+    own, foreign_hmc = (curves[f"ensemble mean, {which}"][half] for which in ("own σ", "HMC's σ"))
+    return Outcome(
+        {"keep": list(keep), "curves": curves},
+        f"keeping {keep[half]:.0%}: ensemble mean {own:.3f} (own σ), {foreign_hmc:.3f} (HMC's σ)",
+    )
+
+
+def interpolate(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    runs: Runs,
+    points: int = 21,
+    pairs: int = 4,
+    seed: int = 0,
+    device: str = "auto",
+) -> Outcome:
+    """Training loss on the segments between networks, before and after activation matching.
+
+    Args:
+        points: number of points on each segment, both ends included.
+        pairs: number of pairs of each source; the first network with each of the others in turn.
+        seed: nothing is drawn; kept so that all commands of a table take one.
+    """
+    study = PosteriorStudy(model, data, device, seed)
+    found: dict[str, Any] = {}
+    for source in tracked("interpolating", ("ensemble", "hmc"), str):
+        first, *others = unstack(study.samples(getattr(runs, source), pairs + 1))
+        moved = [apply_permutation(study.graph, study.matched(first, other), other) for other in others]
+        for kind, ends in (("before", others), ("after", moved)):
+            paths = [loss_barrier(study.model, first, end, study.train, cross_entropy, points=points) for end in ends]
+            found["ratios"] = paths[0].ratios
+            found[f"{source}/{kind}"] = {"loss": [p.losses for p in paths], "barrier": [p.barrier for p in paths]}
+    means = {k: fmean(v["barrier"]) for k, v in found.items() if k != "ratios"}
+    # what a random permutation of n has on average: n minus its expected number of cycles
+    found["transpositions_random"] = sum(
+        g.size - sum(1 / k for k in range(1, g.size + 1)) for g in study.graph.permutations
+    )
+    return Outcome(
+        found,
+        f"mean barrier before → after: ensemble {means['ensemble/before']:.3g} → {means['ensemble/after']:.3g}, "
+        f"HMC {means['hmc/before']:.3g} → {means['hmc/after']:.3g} nats",
+    )

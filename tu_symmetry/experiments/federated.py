@@ -1,0 +1,144 @@
+"""Networks trained on different data, merged without the data: one round of federated learning.
+
+Every client has a share of the digits with its own mixture of classes, and trains a network of its own, from its own
+initialization. A server sees their weights alone: it aligns and averages them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tu_symmetry import plot
+from tu_symmetry.alignment.barrier import LossBarrier
+from tu_symmetry.alignment.merging import Merged, merge
+from tu_symmetry.datamodules.images import DigitsDataModule, ImageDataModule
+from tu_symmetry.datamodules.readers import LabeledImages
+from tu_symmetry.evaluation import accuracy
+from tu_symmetry.experiments.study import Images
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.report import Found, Report, table
+
+STEPS = {"naive": "mean of the weights", "aligned": "aligned, then mean", "corrected": "and REPAIR"}
+
+
+class ClientDigitsDataModule(DigitsDataModule):
+    """The training images of one client, and the test images of all; every image belongs to exactly one client.
+
+    The images of each class are shared out in proportions from a symmetric Dirichlet distribution.
+
+    Args:
+        client: number of the client, from 0.
+        concentration: the concentration of the Dirichlet distribution: 100 gives all clients the same mixture, 0.1
+            almost one class each.
+        options: further arguments of :class:`~tu_symmetry.datamodules.DigitsDataModule`.
+    """
+
+    def __init__(self, client: int = 0, clients: int = 2, concentration: float = 1.0, **options: Any) -> None:
+        if not 0 <= client < clients or not concentration > 0:
+            raise ValueError(f"no client {client} of {clients}, or concentration {concentration} is not positive")
+        super().__init__(**options)
+        self.client, self.clients, self.concentration = client, clients, concentration
+
+    def read(self, part: Any) -> LabeledImages:
+        """The client's share of the training images; all of every other part."""
+        images = super().read(part)
+        mine = self.share(images.y) if part == "train" else slice(None)
+        return LabeledImages(images.x[mine], images.y[mine])
+
+    def share(self, targets: torch.Tensor) -> torch.Tensor:
+        """Positions of the client's images, in order, among all with these classes."""
+        drawn = np.random.default_rng(0)
+        mine = []
+        for label in sorted(set(targets.tolist())):
+            where = drawn.permutation(np.flatnonzero(targets.numpy() == label))
+            shares = drawn.dirichlet([self.concentration] * self.clients)
+            ends = [0, *np.round(np.cumsum(shares) * len(where)).astype(int)]
+            mine.append(where[ends[self.client] : ends[self.client + 1]])
+        return torch.from_numpy(np.sort(np.concatenate(mine)))
+
+
+def merge_clients(
+    out: Path,
+    model: nn.Module,
+    data: ImageDataModule,
+    clients: Sequence[Path],
+    points: int = 11,
+    num_statistics: int = 200,
+) -> Outcome:
+    """Merge one network of each client, and measure clients and merged networks on test images of all classes.
+
+    Alignment reads weights alone. REPAIR reads ``num_statistics`` unlabeled images, which the server is taken to have.
+
+    Args:
+        clients: folders of the clients' sample stores, the last sample of each is taken.
+        points: on the lines between networks.
+    """
+    images = Images(data, "cpu")
+    statistics = torch.cat([x for x, _ in data.train_dataloader()])[:num_statistics]
+    stores = [SampleStore.open(folder, like=model.state_dict()) for folder in clients]
+    found = merge(
+        discover_symmetries(model, images.test.x[:2]),
+        [store[len(store) - 1] for store in stores],
+        model,
+        [statistics],
+        correction="repair",
+        loss=nn.functional.cross_entropy,
+        metrics={"accuracy": lambda outputs, y: torch.tensor(accuracy(outputs, y), dtype=torch.float64)},
+        validation=list(images.test),
+        points=points,
+    )
+    results = {
+        "members": found.members,
+        "scores": found.scores,
+        "transpositions": found.transpositions,
+        "lines": {
+            step: [{"barrier": line.barrier, "ratios": line.ratios, "losses": line.losses} for line in lines]
+            for step, lines in found.lines.items()
+        },
+        "images": len(statistics),
+    }
+    plain = found.scores.get("naive", found.scores["aligned"])  # the same where no unit had to move
+    best = f"{found.scores['corrected']['accuracy']:.1%} after alignment and REPAIR"
+    return Outcome(results, f"{plain['accuracy']:.1%} as they are, {best}", [clients_table(found)])
+
+
+def clients_table(found: Merged) -> Grid:
+    """Clients, then the steps towards the merged network."""
+    scores = {f"client {k}": (one, "") for k, one in enumerate(found.members)}
+    for step, one in found.scores.items():
+        scores[STEPS[step]] = one, f"{max(line.barrier for line in found.lines[step]):.3f}"
+    columns = {
+        "accuracy (%)": lambda row: f"{100 * row[0]['accuracy']:.1f}",
+        "loss": lambda row: f"{row[0]['loss']:.3f}",
+        "barrier": lambda row: row[1],
+    }
+    caption = "test images of all classes; loss and barrier in nats, the barrier is the largest over the lines"
+    return table("Clients' networks merged", scores, columns, caption)
+
+
+def report(out: Path, recipe: str, merging: Path) -> Outcome:
+    """Write ``report.md`` with the table and the lines between the networks, from the folder of `merge_clients`."""
+    page, found = Report(out, recipe), Outcome.load(merging)
+    page.add(*found.tables, heading=False)
+    page.figure("lines", draw_lines, found.results["lines"])
+    return page.done()
+
+
+def draw_lines(path: Path, steps: Found) -> None:
+    """Losses along the lines between networks, for each step towards the merged one."""
+    lines = {
+        STEPS[step]: [LossBarrier(one["barrier"], one["ratios"], one["losses"], []) for one in ones]
+        for step, ones in steps.items()
+    }
+    with plots.figure(path, 1, width=4.6, height=3.4) as axes:
+        plot.interpolation(lines, ylabel="test loss (nats)", title="Between the clients' networks", ax=axes[0])

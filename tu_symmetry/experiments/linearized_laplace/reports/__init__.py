@@ -1,1 +1,0 @@
-"""What this paper's recipes write: one report a file."""

@@ -1,0 +1,155 @@
+"""What the tables of this paper share: small images, choices of precisions, scores of a predictive, cells."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+from torchmetrics.functional.classification import binary_auroc, multiclass_calibration_error
+
+from tu_symmetry.datamodules import IDXDataModule
+from tu_symmetry.datamodules.readers import LabeledImages
+from tu_symmetry.evaluation import accuracy
+from tu_symmetry.experiments.study import Images
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import measured
+
+Where: TypeAlias = Literal["map", "tangent_mode", "full"]
+Groups: TypeAlias = Literal["single", "per_group"]
+Runs = Sequence[Mapping[str, Any]]
+
+NETWORK = "network"  # the row of the network itself
+ITSELF = "network itself"
+TITLES: dict[Where, str] = {"map": "M(θ~)", "tangent_mode": "M(θ*)", "full": "M(θ*), full"}
+PRIORS: dict[str, str] = {"single": "single λ", "per_group": "several λ"}
+COLORS = {"map": plots.ORANGE, "tangent_mode": plots.BLUE, "full": plots.GREEN}  # of where the evidence is evaluated
+OPEN = "†"  # stands beside every number from an optimum that had not converged
+MOVING = "‡"
+OPEN_CAPTION = f"{OPEN}: the evidence of at least one network had not converged, so that the number is no result"
+
+
+class SmallIDXDataModule(IDXDataModule):
+    """An MNIST-like data set whose images are averaged over squares, and rounded to bytes again.
+
+    Args:
+        pool: height and width of the squares; 2 makes 14 x 14 pixels of 28 x 28.
+        kwargs: the options of :class:`~tu_symmetry.datamodules.IDXDataModule`.
+    """
+
+    def __init__(self, pool: int = 2, **kwargs: object) -> None:
+        super().__init__(**kwargs)  # type: ignore[arg-type]
+        if pool < 1 or 28 % pool:
+            raise ValueError(f"pool must divide 28, got {pool}")
+        self.pool = pool
+        self.input_shape = (1, 28 // pool, 28 // pool)
+
+    def read(self, part: str) -> LabeledImages:
+        """Read a whole part."""
+        found = super().read(part)  # type: ignore[arg-type]
+        small = interpolate(found.x.float(), scale_factor=1 / self.pool, mode="area")
+        return LabeledImages(small.round().to(torch.uint8), found.y)
+
+
+class Choice(NamedTuple):
+    """A row of a table, written ``WHERE/PRIOR`` or ``WHERE/PRIOR/flat`` (without hyperprior).
+
+    Attributes:
+        where: ``map``: at the trained weights, M(θ~); ``tangent_mode``: at the joint stationary point, M(θ*), with the
+            curvature at the network's own outputs; ``full``: the same with the curvature at the outputs of the tangent
+            model at θ*.
+        prior: one precision (``single``) or one for each normalized group and the rest (``per_group``).
+        flat: without hyperprior.
+    """
+
+    where: Where
+    prior: Groups
+    flat: bool = False
+
+    @classmethod
+    def parse(cls, text: str, known: Collection[str] = get_args(Where)) -> Choice:
+        """Read a choice, WHERE being one of the known ones."""
+        where, _, rest = text.partition("/")
+        prior, _, last = rest.partition("/")
+        if where not in known or prior not in PRIORS or last not in ("", "flat"):
+            raise ValueError(
+                f"choice {text!r}: write {' or '.join(known)}, /, single or per_group, and /flat if wanted"
+            )
+        return cls(cast(Where, where), cast(Groups, prior), bool(last))
+
+    @property
+    def key(self) -> str:
+        """As it is written in a recipe."""
+        return f"{self.where}/{self.prior}" + ("/flat" if self.flat else "")
+
+    @property
+    def title(self) -> str:
+        """As reports call it."""
+        return f"{TITLES[self.where]}, {PRIORS[self.prior]}{', no hyperprior' if self.flat else ''}"
+
+
+def parse_all(texts: Sequence[str], known: Collection[str] = ("map", "tangent_mode")) -> list[Choice]:
+    """Read the rows of a table, each of them once."""
+    choices = [Choice.parse(text, known) for text in texts]
+    twice = sorted({c.key for c in choices if choices.count(c) > 1})
+    if twice or not choices:
+        raise ValueError(f"choices: {'name at least one' if not choices else f'{twice[0]!r} stands twice'}")
+    return choices
+
+
+def title_of(key: str) -> str:
+    """What a report calls a row."""
+    return ITSELF if key == NETWORK else Choice.parse(key).title
+
+
+def in_latex(text: str) -> str:
+    """A title for the legend of a figure."""
+    return text.replace("θ~", r"$\tilde\theta$").replace("θ*", r"$\theta_*$")
+
+
+def cell(values: Sequence[float], digits: int = 3, sign: str = "") -> str:
+    """Mean and standard error as a table shows them."""
+    return measured(values, f"{sign}.{digits}f")
+
+
+def marks(runs: Runs) -> str:
+    """What stands beside a number: whether its optimizations had all converged."""
+    open_end = OPEN if any(not run.get("converged", True) for run in runs) else ""
+    return open_end + (MOVING if any(not run.get("settled", True) for run in runs) else "")
+
+
+def images_line(networks: str, found: Mapping[str, Any]) -> str:
+    """The line of a report that says what was measured on what."""
+    return f"{networks}; images: " + ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items()) + "."
+
+
+def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float]:
+    """Quality of predictive probabilities ``[n, classes]``, and ``other`` ones of out-of-distribution images.
+
+    ``nll`` (nats), ``accuracy``, ``ece`` (15 bins, L1) and, with ``other``, ``auroc``: the probability that an
+    out-of-distribution image has the greater predictive entropy.
+    """
+    found = {
+        "nll": float(-p.gather(-1, y.unsqueeze(-1)).clamp(min=1e-30).log().mean()),
+        "accuracy": accuracy(p, y),
+        "ece": float(multiclass_calibration_error(p, y, num_classes=p.shape[-1], n_bins=15, norm="l1")),
+    }
+    if other is not None:
+        entropy = torch.special.entr(torch.cat([p, other])).sum(-1)
+        target = torch.arange(len(entropy), device=p.device) >= len(p)
+        found["auroc"] = float(binary_auroc(entropy / entropy.max(), target.long()))
+    return found
+
+
+@torch.no_grad()
+def network_scores(model: nn.Module, images: Images, batch_size: int) -> dict[str, float]:
+    """Quality of a network itself, and ``train_nll``, its loss on the training images (nats)."""
+
+    def logits(x: Tensor) -> Tensor:
+        return torch.cat([model(part) for part in x.split(batch_size)])
+
+    other = None if images.other is None else logits(images.other).double().softmax(-1)
+    train = cross_entropy(logits(images.train.x), images.train.y)
+    return {"train_nll": float(train)} | scores(logits(images.test.x).double().softmax(-1), images.test.y, other)

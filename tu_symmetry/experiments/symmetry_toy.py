@@ -1,0 +1,254 @@
+"""The toy figure of arXiv 2310.08287: the posterior of a 2-2-1 perceptron, raw, scaled, sorted, and both.
+
+Networks are trained by :class:`~tu_symmetry.routines.MembersRoutine` on :class:`TwoGroupsDataModule`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from matplotlib.colors import LogNorm
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils.data import DataLoader
+
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.experiments.study import tracked
+from tu_symmetry.files import read_tensors, write_safetensors
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting import plots
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.states import unstack
+from tu_symmetry.symmetry.action import apply_permutation, apply_scale
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.report import Found, Report, table
+
+FORMS = "forms.safetensors"
+ROWS = {
+    "raw": "raw",
+    "scaled": "scaled",
+    "sorted": "sorted",
+    "both": "scaled and sorted",
+    "least": "least mass",
+    "cost": "least mass and sorted",
+}
+
+
+class TwoGroupsDataModule(LightningDataModule):
+    """Points around two centers in the plane; targets are 0.0 and 1.0. Validation and test see the training points.
+
+    Args:
+        points: in each group.
+        spread: standard deviation of each coordinate around its center.
+        orders: independent orders for networks trained at once, batches are ``[orders, batch, ...]`` then; the m-th
+            order is that of ``seed + m``.
+    """
+
+    def __init__(
+        self,
+        points: int = 200,
+        centers: Sequence[Sequence[float]] = ((1.0, 0.0), (0.0, 1.0)),
+        spread: float = 0.2,
+        batch_size: int = 10,
+        orders: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if [len(center) for center in centers] != [2, 2]:
+            raise ValueError(f"centers must be two points in the plane, got {centers}")
+        around = torch.tensor(centers, device="cpu").repeat_interleave(points, 0)
+        x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+        self.points = TensorPairs(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
+        self.batch_size, self.orders, self.seed = batch_size, orders, seed
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Shuffled batches, in an order that depends on the seed and the epoch alone."""
+        orders = [SeededOrder(self.points, num_replicas=1, rank=0, seed=self.seed + m) for m in range(self.orders or 1)]
+        return ResumableLoader(self.points, self.batch_size, orders[0], orders if self.orders else ())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """All points, in order."""
+        return DataLoader(self.points, batch_size=len(self.points), collate_fn=as_it_is)
+
+    test_dataloader = val_dataloader
+
+
+class NormalLinear(nn.Linear):
+    """A linear layer with weights and biases from ``N(0, std^2)``."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, std: float) -> None:
+        self.std = std
+        super().__init__(in_features, out_features, bias)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        with torch.no_grad():
+            for p in self.parameters(recurse=False):
+                p.normal_(0.0, self.std)
+
+
+class Perceptron(nn.Module):
+    """Two inputs, two hidden ReLU units, one logit; ``initial_std`` is that of all parameters at initialization."""
+
+    def __init__(self, bias: bool = False, initial_std: float = 1.0) -> None:
+        super().__init__()
+        self.hidden = NormalLinear(2, 2, bias, initial_std)
+        self.output = NormalLinear(2, 1, bias, initial_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[batch]`` of inputs ``[batch, 2]``."""
+        return self.output(self.hidden(x).relu()).squeeze(-1)
+
+
+def remove(
+    out: Path,
+    model: Perceptron,
+    data: TwoGroupsDataModule,
+    samples: Path,
+    largest_loss: float = 0.01,
+    norm: float = 3.0,
+    radius: float = 0.1,
+    neighbors: int = 20,
+    least_share: float = 0.01,
+) -> Outcome:
+    """Keep the networks that fit, scale and sort each of them, and measure what is left of the spread.
+
+    Args:
+        out: gets ``forms.safetensors``: form and name to ``[kept, ...]``.
+        largest_loss: networks whose mean loss over the data (nats) is above it are left out.
+        norm: the norm of every hidden unit's incoming weights after scaling.
+        radius: the radius of DBSCAN, in units of the root mean square norm of the networks' weights.
+        neighbors: networks within the radius that make a network the core of a mode (itself included).
+        least_share: the least share of all networks that a cluster must hold to count as a mode.
+    """
+    trained, x = SampleStore.open(samples, like=model.state_dict()).load(), data.points.x
+    losses = mean_losses(model, trained, data)
+    fits = losses <= largest_loss
+    kept = int(fits.sum())
+    if kept < 2:
+        raise ValueError(
+            f"of {len(losses)} networks {kept} end with a mean loss of at most {largest_loss}; the median is "
+            f"{float(losses.median()):.3g} nats: train longer, or move the groups apart"
+        )
+    model, x = model.double(), x.double()
+    graph = discover_symmetries(model, x[:2])
+    raw = list(unstack({name: t[fits].double() for name, t in trained.items()}))
+    forms: dict[str, list[dict[str, Tensor]]] = {k: [] for k in ("raw", "scaled", "least", "sorted", "both", "cost")}
+    error = 0.0
+    for state in tracked("removing symmetries", raw):
+        made = {"raw": state, "scaled": rescaled(graph, state, norm), "least": rescaled(graph, state, None)}
+        for plain, ordered in (("raw", "sorted"), ("scaled", "both"), ("least", "cost")):
+            made[ordered] = sorted_by_output(graph, made[plain])
+        outputs = torch.stack([functional_call(model, s, (x,)) for s in made.values()])
+        error = max(error, float((outputs - outputs[0]).abs().max() / outputs[0].abs().max()))
+        for name, form in made.items():
+            forms[name].append(form)
+    stacked = {name: {k: torch.stack([s[k] for s in states]) for k in raw[0]} for name, states in forms.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    write_safetensors(out / FORMS, {f"{name}/{k}": t for name, states in stacked.items() for k, t in states.items()})
+    numbers: dict[str, dict[str, Any]] = {}
+    for name, states in stacked.items():
+        points = torch.cat([t.flatten(1) for t in states.values()], dim=1)
+        modes = [s for s in cluster_shares(points, radius, neighbors) if s >= least_share]
+        variance = float(points.var(0).sum())
+        relative = variance / float(points.square().sum(1).mean())
+        numbers[name] = {"variance": variance, "relative_variance": relative}
+        numbers[name] |= {"modes": len(modes), "in_modes": sum(modes)}
+    collapse = numbers["raw"]["variance"] / numbers["both"]["variance"]
+    quantiles = losses.double().quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device="cpu"))
+    return Outcome(
+        {
+            "trained": len(losses),
+            "kept": kept,
+            "loss_deciles": dict(zip(("10 %", "50 %", "90 %"), quantiles.tolist(), strict=True)),
+            "forms": numbers,
+            "output_error": error,
+        },
+        f"{kept} of {len(losses)} networks fit, {numbers['raw']['modes']} → {numbers['both']['modes']} modes, sum of "
+        f"marginal variances {collapse:.0f} times smaller",
+    )
+
+
+@torch.no_grad()
+def mean_losses(model: Perceptron, states: Mapping[str, Tensor], data: TwoGroupsDataModule) -> Tensor:
+    """Mean binary cross-entropy in nats ``[networks]`` of stacked states over all points."""
+    x, y = data.points.x, data.points.y
+
+    def loss(state: dict[str, Tensor]) -> Tensor:
+        return binary_cross_entropy_with_logits(functional_call(model, state, (x,)), y)
+
+    found: Tensor = vmap(loss)(dict(states))
+    return found
+
+
+def rescaled(graph: SymmetryGraph, state: Mapping[str, Tensor], norm: float | None) -> dict[str, Tensor]:
+    """The network with incoming weights of the given norm in every hidden unit, or of least mass for None."""
+    if norm is None:
+        return canonicalize(graph, state, method="min_mass", certify=False).state
+    unit = canonicalize(graph, state, method="unit_norm", certify=False).state
+    stretch = {g.name: torch.full((g.size,), math.log(norm), dtype=torch.float64, device="cpu") for g in graph.scales}
+    return apply_scale(graph, stretch, unit)
+
+
+def sorted_by_output(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The network with its hidden units in ascending order of the last layer's weights."""
+    (group,) = graph.permutations
+    return apply_permutation(graph, {group.name: state["output.weight"][0].argsort()}, state)
+
+
+def cluster_shares(points: Tensor, radius: float, neighbors: int) -> list[float]:
+    """Shares of the points in each cluster that DBSCAN finds, largest first; what belongs to none is left out."""
+    from sklearn.cluster import DBSCAN
+
+    scale = float(points.square().sum(1).mean().sqrt())
+    labels = torch.from_numpy(DBSCAN(eps=radius, min_samples=neighbors).fit((points / scale).numpy()).labels_)
+    counts = torch.bincount(labels[labels >= 0])
+    return (counts.sort(descending=True).values / len(points)).tolist()
+
+
+def report(out: Path, recipe: str, removal: Path) -> Outcome:
+    """Write ``report.md`` with the four panels and the numbers of the collapse, from the folder of :func:`remove`."""
+    page, forms = Report(out, recipe), read_tensors(removal / FORMS)
+    page.add(collapse_table(Outcome.load(removal).results, page.table.title), heading=False)
+    page.figure("posterior", draw, {k: forms[f"{k}/output.weight"][:, 0] for k in ("raw", "scaled", "sorted", "both")})
+    return page.done()
+
+
+def collapse_table(found: Found, title: str) -> Grid:
+    """Variances and modes of every form."""
+    columns = {
+        "variance": lambda form: f"{form['variance']:.3g}",
+        "relative": lambda form: f"{form['relative_variance']:.4f}",
+        "modes": lambda form: str(form["modes"]),
+        "in modes (%)": lambda form: f"{100 * form['in_modes']:.1f}",
+    }
+    caption = (
+        f"{found['kept']} of {found['trained']} networks fit; all forms of a network agree in their outputs to "
+        f"{found['output_error']:.0e}. Variance: sum of the marginal variances of all weights; relative: over the "
+        "mean squared norm."
+    )
+    return table(title, {label: found["forms"][name] for name, label in ROWS.items()}, columns, caption)
+
+
+def draw(path: Path, points: Mapping[str, Tensor]) -> None:
+    """Panels of the last layer's weights ``[samples, 2]``, on a common logarithmic color scale of counts."""
+    limit = 1.05 * max(float(p.abs().quantile(0.998)) for p in points.values())
+    with plots.figure(path, len(points), width=2.9, height=3.1) as axes:
+        for ax, (name, values) in zip(axes, points.items(), strict=True):
+            x, y = values.numpy().T
+            box, norm = [[-limit, limit]] * 2, LogNorm(1, 1000)
+            *_, image = ax.hist2d(x, y, bins=90, range=box, norm=norm, cmap="viridis", rasterized=True)
+            ax.axhline(0, color=plots.GRAY, linewidth=0.5)
+            ax.axvline(0, color=plots.GRAY, linewidth=0.5)
+            ax.set(title=ROWS[name].capitalize(), xlabel="output weight of unit 1", aspect="equal")
+        axes[0].set_ylabel("output weight of unit 2")
+        axes[-1].figure.colorbar(image, ax=axes[-1], label="networks in a bin", shrink=0.8)
