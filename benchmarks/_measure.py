@@ -48,12 +48,7 @@ class Outcome:
 
 
 class Stopwatch:
-    """Measures a ``with`` block.
-
-    Attributes:
-        wall: wall-clock seconds.
-        cpu: CPU seconds of the process.
-    """
+    """Measures the wall-clock and the CPU seconds of a ``with`` block."""
 
     wall = cpu = 0.0
 
@@ -70,15 +65,9 @@ def interleave(
     repeats: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Outcome]:
-    """Time candidates in turn, ``repeats`` times each.
+    """Time candidates in turn, ``repeats`` times each; an exception is kept as its candidate's error.
 
-    Args:
-        candidates: name to a function that prepares one call (not timed) and returns it (timed).
-        repeats: rounds over all candidates.
-        say: takes a line of progress after each call.
-
-    Returns:
-        Name to outcome. A candidate's exception is kept as its error.
+    A candidate is a function that prepares one call (not timed) and returns it (timed).
     """
     outcomes = {name: Outcome() for name in candidates}
     for repeat in range(repeats):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from tu_symmetry.files import write_text
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.grid import Grid
 
@@ -29,12 +30,7 @@ ratios and goals are taken from it. What failed stays in the tables, and a goal 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a subject is to run.
-
-    Attributes:
-        quick: tiny sizes, to see that everything works; the numbers mean nothing.
-        console: where progress goes.
-    """
+    """How a subject is to run: ``quick`` in tiny sizes, to see that everything works; ``console`` takes progress."""
 
     quick: bool
     console: Console
@@ -46,13 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure that was promised, and what came out.
-
-    Attributes:
-        promise: what should hold.
-        held: whether it did.
-        found: the measured figure.
-    """
+    """A figure that was promised, whether it held, and what was measured."""
 
     promise: str
     held: bool
@@ -118,8 +108,8 @@ def save(folder: Path, subject: str, found: Mapping[str, Any]) -> None:
     everything = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     everything[subject] = dict(found)
     everything = dict(sorted(everything.items()))
-    _replace(path, json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
-    _replace(folder / MARKDOWN, render(everything))
+    write_text(path, json.dumps(everything, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / MARKDOWN, render(everything))
 
 
 def render(everything: Mapping[str, Mapping[str, Any]]) -> str:
@@ -149,12 +139,6 @@ def _render_section(subject: str, found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment.items())
     lines += [f"Machine: {'; '.join(machine)}. Versions: {versions}.", ""]
     return "\n".join(lines)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 Run = Callable[[Settings], Section]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,3 +50,33 @@ def norm(hidden: int = 6) -> nn.Module:
 
 def transformer(hidden: int = 6) -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, hidden)
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing catches it."""
+
+
+class Counted:
+    """How many calls of a function are left before it raises :class:`Killed`, and how many there were."""
+
+    def __init__(self) -> None:
+        self.calls, self.used = 10**9, 0
+
+    def while_alive(self, function: Any) -> Any:
+        """The function, which does nothing any more once no call is left."""
+        return lambda *args, **kwargs: function(*args, **kwargs) if self.calls > 0 else None
+
+
+def counted(patch: pytest.MonkeyPatch, place: Any, name: str) -> Counted:
+    """Kill in front of a call of a function: of the one that follows as many as ``calls`` says, and of all after it."""
+    left, real = Counted(), getattr(place, name)
+
+    def mortal(*args: Any, **kwargs: Any) -> Any:
+        if left.calls <= 0:
+            raise Killed
+        left.calls -= 1
+        left.used += 1
+        return real(*args, **kwargs)
+
+    patch.setattr(place, name, mortal)
+    return left

@@ -1,4 +1,4 @@
-"""Packages of others: those that only an extra brings, missed in one sentence, and those that warn when they load."""
+"""Packages of others: those that only an extra brings, and those that warn when they load."""
 
 from __future__ import annotations
 
@@ -15,20 +15,7 @@ class MissingExtraError(ImportError):
 
 @contextmanager
 def from_extra(extra: str, *, purpose: str) -> Iterator[None]:
-    """Stands around the import of a package that the extra brings.
-
-    ::
-
-        with from_extra("sampling", purpose="HMC chains"):
-            from pyro.infer.mcmc import HMC
-
-    Args:
-        extra: name of the extra in ``pyproject.toml``.
-        purpose: what the package is needed for, the subject of the sentence.
-
-    Raises:
-        MissingExtraError: the package, or one that it imports, is not installed.
-    """
+    """Stands around the import of a package that an extra brings; ``purpose`` is the subject of the error."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -42,10 +29,7 @@ def from_extra(extra: str, *, purpose: str) -> Iterator[None]:
 
 @contextmanager
 def scripting_unsaid() -> Iterator[None]:
-    """Stands around an import that makes another package call ``torch.jit.script``, which torch calls deprecated.
-
-    No user of this package can do anything about it, so this one warning is left out; all others are shown.
-    """
+    """Leave out the warning of torch that ``torch.jit.script``, which another package calls, is deprecated."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
         yield

@@ -1,13 +1,8 @@
 """Files that are whole or not there at all, and that tell when they have been changed.
 
-Every write of the library goes through here. A file is written under a temporary name beside it,
-``.NAME.1a2b3c4d.tmp``, and renamed: an interruption leaves the old file or the new one. What a killed process leaves
-under such a name is taken away by :func:`clear_scratch`.
-
-A *seal* is a BLAKE2b digest of a whole file inside that file, and beside it the versions that wrote it. Safetensors
-files carry it in their metadata, JSON files under the key ``sealed``. Reading checks it, so a flipped bit, a missing
-end, a weight that another program changed are errors and never numbers. Files that were written before there were
-seals are read with an :class:`UnsealedFileWarning`, because nothing can be checked there.
+A file is written under a temporary name beside it, ``.NAME.1a2b3c4d.tmp``, and renamed. A *seal* is a BLAKE2b digest of
+the whole file inside it, beside the versions that wrote it: in the metadata of safetensors, under a key of JSON.
+Reading checks it, in files of other programs as far as they have one.
 """
 
 from __future__ import annotations
@@ -21,12 +16,10 @@ import re
 import secrets
 import shutil
 import struct
-import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +27,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+AnyPath = str | os.PathLike[str]
 SCRATCH = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 LOCK = ".lock"
-_DIGEST = "tu_symmetry.blake2b"
-_VERSIONS = "tu_symmetry.written_by"
-_MODULES = "tu_symmetry.modules"
+_DIGEST, _VERSIONS, _MODULES = "tu_symmetry.blake2b", "tu_symmetry.written_by", "tu_symmetry.modules"
 _SEAL = "sealed"
 _BLOCK = 1 << 20
 _ZEROS = b"0" * 64
@@ -62,22 +54,12 @@ class FolderInUseError(RuntimeError):
     """Another process writes the folder."""
 
 
-class UnsealedFileWarning(UserWarning):
-    """A file of an older version, whose content cannot be checked."""
-
-
 @dataclass(frozen=True)
 class Header:
-    """What the head of a safetensors file says.
+    """What the head of a safetensors file says: the writer's entries, shape and dtype of each tensor, the seal.
 
-    Attributes:
-        metadata: the writer's own entries.
-        layout: name to shape and dtype of each tensor.
-        digest: the seal, 64 hexadecimal digits; None in a file without one.
-        versions: package to version of what wrote a sealed file.
-        places: name to the byte of the file where a tensor begins; in the file's order, without gaps.
-        modules: what ``state_dict()`` notes of each module, its version above all (``_metadata``); None if the file
-            says nothing of it.
+    ``places`` has the byte at which each tensor begins, in the file's order, and ``modules`` what a state dict notes of
+    each module (its ``_metadata``).
     """
 
     metadata: dict[str, str]
@@ -88,15 +70,15 @@ class Header:
     modules: dict[str, Any] | None = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole or not at all
+def _scratch(path: AnyPath) -> Path:
+    path = Path(path)
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def replacing(path: AnyPath) -> Iterator[Path]:
     """Give a temporary name in the file's folder; what was written there takes the file's place when the block ends."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = _scratch(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -105,10 +87,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+def new_folder(path: AnyPath) -> Iterator[Path]:
     """Give a new, empty folder that takes its name when the block ends; that name must be free, or an empty folder."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = _scratch(path)
     temporary.mkdir()
     try:
         yield temporary
@@ -117,10 +98,9 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def remove_folder(path: str | os.PathLike[str]) -> None:
+def remove_folder(path: AnyPath) -> None:
     """Delete a folder whole or not at all: it loses its name first, and an interruption leaves scratch only."""
-    path = Path(path)
-    moved = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    moved = _scratch(path)
     try:
         os.replace(path, moved)
     except FileNotFoundError:
@@ -128,68 +108,47 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
     shutil.rmtree(moved, ignore_errors=True)
 
 
-def clear_scratch(
-    folder: str | os.PathLike[str], *, recursive: bool = False, of: Collection[str] | None = None
-) -> None:
-    """Take away what a killed process has left under temporary names; only where no other process writes.
+def clear_scratch(folder: AnyPath, *, recursive: bool = False, of: Collection[str] | None = None) -> None:
+    """Take away what a killed process has left under temporary names, of some files or all; only where no other writes.
 
-    ``recursive`` looks into the folder's folders too; ``of`` names the files whose temporary ones are meant, all if
-    None.
+    ``recursive`` looks into the folder's folders too.
     """
     for left in sorted(Path(folder).iterdir() if Path(folder).is_dir() else ()):
-        scratch = SCRATCH.fullmatch(left.name)
+        scratch, is_folder = SCRATCH.fullmatch(left.name), left.is_dir() and not left.is_symlink()
         if scratch and (of is None or scratch["name"] in of):
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                left.unlink(missing_ok=True)
-        elif recursive and left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left, ignore_errors=True) if is_folder else left.unlink(missing_ok=True)
+        elif recursive and is_folder:
             clear_scratch(left, recursive=True, of=of)
 
 
 @contextmanager
-def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+def lock_folder(folder: AnyPath) -> Iterator[None]:
     """Keep others from writing a folder, which must exist; the operating system lets go however the process ends.
 
     The folder takes a file ``.lock``, which stays.
-
-    Raises:
-        FolderInUseError: another process, or another block of this one, holds it.
     """
     from filelock import FileLock, Timeout
 
-    lock = FileLock(Path(folder) / LOCK, timeout=0)
     try:
-        lock.acquire()
+        with FileLock(Path(folder) / LOCK, timeout=0):
+            yield
     except Timeout:
         raise FolderInUseError(f"{folder} is in use by another run; wait for it, or choose another folder") from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+def write_bytes(path: AnyPath, content: bytes) -> None:
     """Write a file whole or not at all."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: AnyPath, text: str) -> None:
     """Write a text file (UTF-8) whole or not at all; names of files that are no UTF-8 are written with escapes."""
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# JSON
-
-
-def write_json(path: str | os.PathLike[str], value: Any, *, seal: bool = False) -> None:
-    """Write a JSON file whole or not at all.
-
-    With ``seal``, an object takes a digest of its content and the versions that wrote it, which :func:`read_json`
-    checks.
-    """
+def write_json(path: AnyPath, value: Any, *, seal: bool = False) -> None:
+    """Write a JSON file whole or not at all, with ``seal`` an object with a digest that :func:`read_json` checks."""
     if seal:
         content = {**json.loads(json.dumps(value)), _SEAL: {"by": versions()}}  # names as JSON has them
         content[_SEAL]["blake2b"] = digest_of(content)
@@ -197,16 +156,8 @@ def write_json(path: str | os.PathLike[str], value: Any, *, seal: bool = False) 
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
-def read_json(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Read a JSON object and check its seal, if it has one.
-
-    Returns:
-        The object without the seal, and the versions that wrote it; None for those of a file without a seal.
-
-    Raises:
-        FileError: no JSON object, or one that was changed after it was written.
-        OSError: no such file, or no right to read it.
-    """
+def read_json(path: AnyPath) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """A JSON object without its seal, which is checked, and the versions that wrote it; None for those without one."""
     try:
         content = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
@@ -230,28 +181,12 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def digest_of(value: Any) -> str:
-    """Digest of anything that JSON can hold."""
-    return _hash(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Tensors
-
-
-def write_safetensors(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
+def write_safetensors(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a sealed safetensors file whole or not at all; the same content gives the same bytes.
 
-    The safetensors library's own writer keeps metadata in a random order, reports a full disk as an error without a
-    number, and leaves temporary files under random names. The format is a length (8 bytes), a header (JSON) and the
-    bytes of the tensors; the digest is of the whole file, with zeros where the digest stands. Tied tensors are written
-    under each of their names, and the ``_metadata`` of a state dict is written with them.
-
-    Raises:
-        ValueError: a tensor that such a file cannot hold.
-        OSError: a folder that is not there or cannot be written, a full disk.
+    The safetensors library's own writer keeps metadata in a random order and reports a full disk without a number. The
+    digest is of the whole file, with zeros where it stands. Tied tensors are written under each of their names, and the
+    ``_metadata`` of a state dict with them.
     """
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
@@ -266,10 +201,11 @@ def write_safetensors(
     for name in names:
         tensor = tensors[name]
         start, end = end, end + tensor.numel() * tensor.element_size()
-        shape, dtype = list(tensor.shape), _DTYPE_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        dtype = _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    head = struct.pack("<Q", len(text) + -len(text) % 8) + text + b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
     digest = _hash(head)
     with replacing(path) as temporary, temporary.open("wb") as file:
         file.write(head)
@@ -283,35 +219,23 @@ def write_safetensors(
         file.write(digest.hexdigest().encode())
 
 
-def read_header(path: str | os.PathLike[str]) -> Header:
-    """Read the head of a safetensors file; no tensor is read and no seal is checked.
-
-    Raises:
-        FileError: a file that is truncated or no safetensors file.
-        OSError: no such file, or no right to read it.
-    """
-    with Path(path).open("rb") as file:
-        return _read_head(path, file.read(8), file.read)[0]
+def read_header(path: AnyPath) -> Header:
+    """The head of a safetensors file; no tensor is read and no seal is checked."""
+    return _read_head(path)[0]
 
 
-def check_file(path: str | os.PathLike[str], *, finite: bool = False, warn: bool = True) -> Header:
+def check_file(path: AnyPath, *, finite: bool = False) -> Header:
     """Read a safetensors file once, a megabyte at a time, and compare it with its seal; returns its header.
 
-    With ``finite``, NaN and infinite values are errors, in a file without a seal too. ``warn`` says whether a file
-    without a seal is worth a warning.
-
-    Raises:
-        FileError: a file that is truncated, foreign, or was changed after it was written.
-        OSError: no such file, or no right to read it.
+    With ``finite``, NaN and infinite values are errors, in a file without a seal too.
     """
+    header, head = _read_head(path)
+    if header.digest is None and not finite:
+        return header
+    digest = _hash(head.replace((header.digest or _ZEROS.decode()).encode(), _ZEROS, 1))
+    diverged = None
     with Path(path).open("rb") as file:
-        header, head = _read_head(path, file.read(8), file.read)
-        if header.digest is None and warn:
-            warn_unsealed(path)
-        if header.digest is None and not finite:
-            return header
-        digest = _hash(head.replace((header.digest or _ZEROS.decode()).encode(), _ZEROS, 1))
-        diverged = None
+        file.seek(len(head))
         for name in header.places:  # a tensor at a time, so that no number lies across two blocks
             shape, dtype = header.layout[name]
             size = math.prod(shape) * dtype.itemsize
@@ -330,42 +254,30 @@ def check_file(path: str | os.PathLike[str], *, finite: bool = False, warn: bool
     return header
 
 
-def read_safetensors(
-    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", warn: bool = True
-) -> tuple[dict[str, Tensor], Header]:
-    """Read the tensors of a safetensors file, each into aligned memory of its own, and check its seal.
-
-    Within the file tensors lie as they come, and products of factors that lie differently round differently.
-
-    Raises:
-        FileError: a file that is truncated, foreign, or was changed after it was written.
-        OSError: no such file, or no right to read it.
-    """
-    file = TensorFile(path, device=device, warn=warn)
+def read_safetensors(path: AnyPath) -> tuple[dict[str, Tensor], Header]:
+    """The tensors of a file that this library wrote, see :class:`TensorFile`, and its header."""
+    file = TensorFile(path)
+    if file.header.digest is None:
+        raise FileError(f"{path} carries no digest: this library, as it is now, has not written it; make it again")
     return dict(file), file.header
 
 
-def read_tensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+def read_tensors(path: AnyPath) -> dict[str, Tensor]:
     """The tensors of :func:`read_safetensors`."""
-    return read_safetensors(path, device=device)[0]
+    return read_safetensors(path)[0]
 
 
 class TensorFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for, into memory of its own that goes with it.
+    """The tensors of a safetensors file, each read when it is asked for, into aligned memory of its own.
 
-    The reader of the safetensors library maps the file: as long as one of its tensors lives, what was read of all the
-    others counts as memory too. The seal is compared once, when this is made; a file that is replaced afterwards is
-    noticed.
-
-    Raises:
-        FileError: a file that is truncated, foreign, or was changed after it was written.
-        OSError: no such file, or no right to read it.
+    The safetensors library maps the file: one tensor keeps the memory of all, and products of factors that lie
+    unaligned round differently. The seal is compared once, when this is made; a file that is replaced is noticed.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, device: str | torch.device = "cpu", warn: bool = True) -> None:
-        self.path, self.device = Path(path), device
+    def __init__(self, path: AnyPath) -> None:
+        self.path = Path(path)
         self._stamp = self._look()
-        self.header = check_file(path, warn=warn)
+        self.header = check_file(path)
         self._metadata = self.header.modules
 
     def _look(self) -> tuple[int, int, int]:
@@ -384,7 +296,7 @@ class TensorFile(Mapping[str, Tensor]):
                 whole = file.readinto(_content(content)) == content.numel() * content.element_size()
             if not whole or self._look() != self._stamp:
                 raise FileError(f"{self.path} was changed while it was read; make sure that nothing writes to it")
-        return content.to(self.device)
+        return content
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.header.layout)
@@ -393,66 +305,50 @@ class TensorFile(Mapping[str, Tensor]):
         return len(self.header.layout)
 
 
-def open_safetensors(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Any:
-    """``safetensors.safe_open`` with this module's errors.
-
-    Raises:
-        FileError: a file that is truncated or no safetensors file.
-    """
+def open_safetensors(path: AnyPath) -> Any:
+    """``safetensors.safe_open`` with this module's errors."""
     try:
-        return safe_open(path, framework="pt", device=str(device))
+        return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise FileError(f"{path} is truncated or no safetensors file ({error})") from error
+        raise FileError(f"{path} is truncated, damaged or no safetensors file ({error})") from error
 
 
-def _read_head(path: str | os.PathLike[str], length: bytes, read: Any) -> tuple[Header, bytes]:
-    """The parsed head of a safetensors file and its bytes; ``read`` gives the bytes after the length."""
-    size = os.stat(path).st_size
-    count = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-    if not 2 <= count <= size - 8:
-        raise FileError(f"{path} is truncated or no safetensors file")
-    text = read(count)
+def _read_head(path: AnyPath) -> tuple[Header, bytes]:
+    """The parsed head of a file, which has to describe it to the byte, and the head's bytes."""
+    with Path(path).open("rb") as file:
+        length, size = file.read(8), os.fstat(file.fileno()).st_size
+        count = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+        if not 2 <= count <= size - 8:
+            raise FileError(f"{path} is truncated or no safetensors file")
+        text = file.read(count)
+    places: dict[str, int] = {}
+    end = 8 + count
     try:
         entries = json.loads(text)
-        if not isinstance(entries, dict):
-            raise ValueError(f"a {type(entries).__name__}, not an object")
         metadata = dict(entries.pop("__metadata__", None) or {})
-        layout = {n: (_counts(e["shape"]), DTYPES[e["dtype"]]) for n, e in entries.items()}
-        offsets = {n: _counts(e["data_offsets"]) for n, e in entries.items()}
-        spans = sorted((start, stop, n) for n, (start, stop) in offsets.items())
-        end = spans[-1][1] if spans else 0
-        versions_ = json.loads(metadata.pop(_VERSIONS, "{}"))
+        layout = {name: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()}
+        for name, entry in sorted(entries.items(), key=lambda found: found[1]["data_offsets"]):
+            (shape, dtype), (start, stop) = layout[name], entry["data_offsets"]
+            if not all(type(n) is int and 0 <= n < 2**63 for n in (*shape, start, stop)):
+                raise ValueError(f"{name!r} has sizes or places that are none")
+            if (8 + count + start, stop - start) != (end, math.prod(shape) * dtype.itemsize):
+                raise ValueError(f"{name!r} of shape {shape} and {dtype} does not lie in its place")
+            places[name] = end
+            end += stop - start
+        digest = metadata.pop(_DIGEST, None)
+        written_by = json.loads(metadata.pop(_VERSIONS, "{}"))
         modules = json.loads(metadata.pop(_MODULES, "null"))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        if (digest is None and written_by) or (digest is not None and len(digest) != 64):
+            raise ValueError("its digest is no digest")
+        if not all(isinstance(one, str) for one in metadata.values()) or not isinstance(written_by, dict):
+            raise ValueError("its metadata are no texts")
+        if modules is not None and not all(isinstance(module, dict) for module in modules.values()):
+            raise ValueError("what it says of the network's modules is no mapping")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(f"{path} is damaged or no safetensors file (its header: {error})") from error
-    digest = metadata.pop(_DIGEST, None)
-    if not all(isinstance(text, str) for text in metadata.values()) or not isinstance(versions_, dict):
-        raise FileError(f"{path} is damaged or no safetensors file (its metadata are no texts)")
-    if modules is not None and not (isinstance(modules, dict) and all(isinstance(m, dict) for m in modules.values())):
-        raise FileError(f"{path} is damaged: what it says of the network's modules is no mapping")
-    if (digest is None and versions_) or not (digest is None or (isinstance(digest, str) and len(digest) == 64)):
-        raise FileError(f"{path} is damaged: its digest is no digest")
-    if 8 + count + end != size:
-        raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {8 + count + end}")
-    for start, stop, name in spans:
-        shape, dtype = layout[name]
-        if stop - start != math.prod(shape) * dtype.itemsize:
-            raise FileError(f"{path} is damaged: {name!r} of shape {shape} and {dtype} has {stop - start} bytes")
-    if any(stop != start for (_, stop, _), (start, _, _) in pairwise([(0, 0, ""), *spans])):
-        raise FileError(f"{path} is damaged: its tensors overlap, or there are gaps between them")
-    places = {name: 8 + count + start for start, _, name in spans}
-    return Header(metadata, layout, digest, versions_, places, modules), length + text
-
-
-def _counts(numbers: Any) -> tuple[int, ...]:
-    """Sizes or places of a header.
-
-    Raises:
-        ValueError: anything else.
-    """
-    if not isinstance(numbers, list) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise ValueError(f"{numbers} are no sizes")
-    return tuple(numbers)
+    if end != size:
+        raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {end}")
+    return Header(metadata, layout, digest, written_by, places, modules), length + text
 
 
 def _content(tensor: Tensor) -> memoryview:
@@ -462,69 +358,62 @@ def _content(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Archives of torch.save
+def check_archive(path: AnyPath) -> None:
+    """Read a file of ``torch.save`` once and compare each of its members with its checksum, which torch does not do.
 
-
-def check_archive(path: str | os.PathLike[str]) -> None:
-    """Read a file of ``torch.save`` once and compare each of its members with its checksum.
-
-    The reader of torch leaves the checksums (CRC-32) out. They are no seal: they tell damage, and not what was written
-    on purpose. Members are stored as they are, so that reading takes no more memory than the file has bytes. What is no
-    archive (the format of torch before 1.6) has no checksums and is not looked at.
-
-    Raises:
-        FileError: an archive that is truncated, a member that was changed after it was written, or is compressed.
-        OSError: no such file, or no right to read it.
+    Members are stored as they are, so that reading takes no more memory than the file has bytes. What is no archive
+    (the format of torch before 1.6) has no checksums and is not looked at.
     """
     with Path(path).open("rb") as file:
         if file.read(4) != b"PK\3\4":
             return
-        size, member = os.stat(path).st_size, None
+        size, why = os.stat(path).st_size, ""
+        bad: str | Exception | None = None
         try:
             with zipfile.ZipFile(file) as archive:
-                total = sum(one.file_size for one in archive.infolist())
-                packed = next((m.filename for m in archive.infolist() if m.compress_type != zipfile.ZIP_STORED), None)
-                if packed is not None or total > size:
-                    raise FileError(
-                        f"{path} would take {total} bytes of memory and has {size}: "
-                        + (f"{packed!r} is compressed" if packed is not None else "its members overlap")
-                        + ", and torch.save writes no such files; if you trust it, load it with torch and save it again"
-                    )
-                if not any(one.CRC for one in archive.infolist()):  # torch.serialization.set_crc32_options(False)
-                    return
-                for member in archive.infolist():
-                    with archive.open(member) as content:
-                        while content.read(_BLOCK):
-                            pass
+                members = archive.infolist()
+                total = sum(one.file_size for one in members)
+                packed = [one.filename for one in members if one.compress_type != zipfile.ZIP_STORED]
+                if packed or total > size:
+                    why = f"{packed[0]!r} is compressed" if packed else "its members overlap"
+                elif any(one.CRC for one in members):  # torch.serialization.set_crc32_options(False) leaves them out
+                    bad = archive.testzip()
         except (zipfile.BadZipFile, RuntimeError, EOFError, struct.error, ValueError, OSError) as error:
-            if isinstance(error, FileError) or (isinstance(error, OSError) and error.errno != errno.EINVAL):
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:
                 raise  # a place before the beginning of the file is an error of the system too
-            what = "its directory cannot be read" if member is None else f"{member.filename!r} has another checksum"
-            raise FileError(
-                f"{path} is truncated, or was changed or damaged after it was written: {what} ({error}); restore it, "
-                "or make it again"
-            ) from error
+            bad = error
+    if why:
+        raise FileError(
+            f"{path} would take {total} bytes of memory and has {size}: {why}, as torch.save writes no files; if you "
+            "trust it, load it with torch and save it again"
+        )
+    if bad is not None:
+        what = f"{bad!r} has another checksum" if isinstance(bad, str) else f"its directory cannot be read ({bad})"
+        raise FileError(f"{path} is truncated, or was changed or damaged after it was written: {what}; restore it")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Digests and versions
+def _hash(content: bytes = b"") -> Any:
+    return hashlib.blake2b(content, digest_size=32)
 
 
-def digest_file(path: str | os.PathLike[str]) -> str:
-    """Digest of a file's bytes."""
-    digest = _hash()
+def digest_of(value: Any) -> str:
+    """Digest of anything that JSON can hold."""
+    return str(_hash(json.dumps(value, sort_keys=True).encode()).hexdigest())
+
+
+def digest_file(path: AnyPath, digest: Any = None) -> str:
+    """Digest of a file's bytes, by ``digest`` of :mod:`hashlib` if it is given."""
+    digest = digest or _hash()
     with Path(path).open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
-def digest_folder(folder: str | os.PathLike[str], *, without: Sequence[str] = ()) -> dict[str, str]:
-    """Digests of all files below a folder, by their names in it; ``without`` names some that are left out."""
-    folder = Path(folder)
-    found = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
-    return {name: digest_file(p) for name, p in found.items() if name not in without}
+def digest_folder(folder: AnyPath) -> dict[str, str]:
+    """Digests of all files below a folder, by their names in it."""
+    found = sorted(p for p in Path(folder).rglob("*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): digest_file(p) for p in found}
 
 
 def versions() -> dict[str, str]:
@@ -532,34 +421,3 @@ def versions() -> dict[str, str]:
     from tu_symmetry import __version__
 
     return {"tu_symmetry": __version__, "torch": str(torch.__version__).partition("+")[0]}
-
-
-def other_versions(written_by: Mapping[str, str] | None) -> str:
-    """Which other versions wrote something (``tu_symmetry 0.1.0, torch 2.11.0``); empty for those at work here.
-
-    Args:
-        written_by: package to version; None or empty where it is not known.
-    """
-    if not written_by:
-        return "an older version"
-    ours = versions()
-    return ", ".join(f"{k} {v}" for k, v in written_by.items() if v != ours.get(k))
-
-
-def warn_unsealed(path: str | os.PathLike[str]) -> None:
-    """Say that a file of an older version cannot be checked."""
-    warnings.warn(
-        f"{path} was written by an older version and carries no digest of its content, so damage would go unnoticed; "
-        "read it and write it again to have one",
-        UnsealedFileWarning,
-        stacklevel=3,
-    )
-
-
-def _hash(content: bytes = b"") -> Any:
-    return hashlib.blake2b(content, digest_size=32)
-
-
-def full_disk(error: OSError) -> bool:
-    """Whether a write failed because there is no more room for it."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,9 +1,4 @@
-"""How much memory is left, and an error before it is filled rather than a process that is killed.
-
-What is about to be made is known by its sizes. Small things are never asked about; for large ones the free memory of
-the machine (or of its container, or of the GPU) is read, and what does not fit is refused with what it is, how large it
-would be, and what to do instead.
-"""
+"""How much memory is left, and an error before it is filled rather than a process that is killed."""
 
 from __future__ import annotations
 
@@ -21,8 +16,8 @@ _MEMINFO = Path("/proc/meminfo")
 def free_memory(device: torch.device) -> int:
     """Bytes that can still be allocated on a device.
 
-    On the CPU the least of what the machine has available and what its container (control group) may still take; 16 GiB
-    where neither is known. On a GPU also what torch has reserved and does not use.
+    On the CPU the least of what the machine has and what its container (control group) may still take; on a GPU also
+    what torch has reserved and does not use.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -32,21 +27,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def require_memory(needed: int, device: torch.device, what: str, instead: str) -> None:
-    """Refuse what would not fit the memory.
-
-    Args:
-        needed: bytes, with all that is alive at the same time.
-        device: where they would be.
-        what: is about to be made, a subject with its size.
-        instead: what to do.
-
-    Raises:
-        ValueError: there is less than that.
-    """
-    if needed <= _SMALL:
-        return
-    free = free_memory(device)
-    if needed > free:
+    """Refuse what needs more bytes at its peak than are free; ``what`` is a subject with its size."""
+    if needed > _SMALL and needed > (free := free_memory(device)):
         raise ValueError(
             f"{what} needs about {needed / 2**30:.1f} GiB at its peak, and {free / 2**30:.1f} GiB are free on "
             f"{device}; {instead}"
@@ -55,10 +37,9 @@ def require_memory(needed: int, device: torch.device, what: str, instead: str) -
 
 def _of_the_machine() -> int | None:
     try:
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
+        lines = _MEMINFO.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
         pass
     try:  # all that there is, where nobody says what is free
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""From where weights are to files on this machine: folders, Hugging Face repositories and data sets, timm's tags.
+"""From where weights are to files on this machine: folders, and repositories and data sets of Hugging Face.
 
 | source | what it stands for |
 |---|---|
@@ -6,11 +6,8 @@
 | ``folder`` | a network as ``save_pretrained`` writes it (one file, or an index of several), else all its checkpoints |
 | ``hf://owner/name``, ``hf://owner/name@revision/path`` | files of a repository of Hugging Face |
 | ``hf://datasets/owner/name/path/*.ckpt`` | files of a data set |
-| ``timm://resnet18.a1_in1k`` | the weights of a pretrained tag of timm |
 
-A path may be a file, a folder, or a pattern. What was fetched before comes from the cache of ``huggingface_hub``, also
-without a network; what is not there is an error that says what to download. ``huggingface_hub`` and timm are imported
-where such a source is read, and not before.
+A path may be a file, a folder, or a pattern. What was fetched before comes from the cache of ``huggingface_hub``.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -27,13 +23,8 @@ from tu_symmetry.files import FileError
 
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")
 INDEX = ".index.json"
-WHOLE = (
-    "diffusion_pytorch_model.safetensors",
-    "model.safetensors",
-    "diffusion_pytorch_model.bin",
-    "pytorch_model.bin",
-)
-_HF, _TIMM = "hf://", "timm://"
+WHOLE = ("diffusion_pytorch_model.safetensors", "model.safetensors", "diffusion_pytorch_model.bin", "pytorch_model.bin")
+_HF = "hf://"
 _REPO = re.compile(
     r"(?:(?P<kind>datasets|spaces|models)/)?(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?(?:/(?P<path>.*))?"
 )
@@ -45,7 +36,7 @@ class SourceError(FileError):
 
 def is_remote(source: str | os.PathLike[str]) -> bool:
     """Whether weights have to be fetched first."""
-    return str(source).startswith((_HF, _TIMM))
+    return str(source).startswith(_HF)
 
 
 def locate(source: str | os.PathLike[str]) -> list[Path]:
@@ -53,15 +44,9 @@ def locate(source: str | os.PathLike[str]) -> list[Path]:
 
     A network that is cut into several files stands for itself by its index (``.safetensors.index.json``), which
     :func:`~tu_symmetry.load_state` reads as one.
-
-    Raises:
-        SourceError: nothing there, or nothing that can be reached.
     """
-    text = str(source)
-    if text.startswith(_TIMM):
-        return [_from_timm(text)]
-    if text.startswith(_HF):
-        return _from_hub(text)
+    if is_remote(source):
+        return _from_hub(str(source))
     path = Path(source)
     if path.is_dir():
         return weights_in(path)
@@ -71,20 +56,14 @@ def locate(source: str | os.PathLike[str]) -> list[Path]:
 
 
 def weights_in(folder: Path) -> list[Path]:
-    """One file for a network as ``save_pretrained`` writes it; else all files of checkpoints in the folder.
-
-    Raises:
-        SourceError: a pipeline of several networks, or no weights.
-    """
+    """One file for a network as ``save_pretrained`` writes it; else all files of checkpoints in the folder."""
     for name in WHOLE:
         for there in (folder / name, folder / f"{name}{INDEX}"):
             if there.is_file():
                 return [there]
     if (folder / "model_index.json").is_file():
-        parts = sorted(p.name for p in folder.iterdir() if p.is_dir() and (p / "config.json").is_file())
-        raise SourceError(
-            f"{folder} is a pipeline of several networks; name one of them: {', '.join(str(folder / p) for p in parts)}"
-        )
+        parts = ", ".join(sorted(str(p.parent) for p in folder.glob("*/config.json")))
+        raise SourceError(f"{folder} is a pipeline of several networks; name one of them: {parts}")
     found = sorted((p for p in folder.iterdir() if p.is_file() and p.suffix in SUFFIXES), key=natural)
     if not found:
         raise SourceError(f"{folder} is a folder without weights: no {', '.join(SUFFIXES)} file is in it")
@@ -99,12 +78,8 @@ def natural(path: Path) -> list[Any]:
 def shards_of(index: Path) -> dict[str, Path]:
     """The file of each tensor, from the index of a network that is cut into several.
 
-    An index comes from elsewhere, as weights do, and names nothing but files of weights in its own folder and below:
-    no absolute path, no ``..`` and no other index. A link that stands there is followed, as the cache of
-    ``huggingface_hub`` is made of them.
-
-    Raises:
-        SourceError: no such index, files that are not there, or that it may not name.
+    An index may name files of weights in its own folder and below alone. A link that stands there is followed, as the
+    cache of ``huggingface_hub`` is made of them.
     """
     try:
         names = json.loads(index.read_bytes())["weight_map"]
@@ -113,14 +88,13 @@ def shards_of(index: Path) -> dict[str, Path]:
         raise SourceError(f"{index} is no index of weights ({type(error).__name__}: {error})") from error
     if not texts or not all(isinstance(text, str) for text in texts):
         raise SourceError(f"{index} is no index of weights: its weight_map is to name a file for each tensor")
-    for file in sorted(set(names.values())):
-        if _leads_out(file):
-            raise SourceError(
-                f"{index} names {file!r}, which is no file of weights ({', '.join(SUFFIXES)}) in its folder; an index "
-                "may name no others. Put the files beside it, and write their names into it"
-            )
-    missing = sorted({file for file in names.values() if not os.path.isfile(index.parent / file)})
-    if missing:
+    files = sorted(set(names.values()))
+    if outside := [file for file in files if _leads_out(file)]:
+        raise SourceError(
+            f"{index} names {outside[0]!r}, which is no file of weights ({', '.join(SUFFIXES)}) in its folder; put the "
+            "files beside it, and write their names into it"
+        )
+    if missing := [file for file in files if not os.path.isfile(index.parent / file)]:
         raise SourceError(
             f"{index} names files that are not there: {', '.join(missing[:4])}; copy or download them too"
         )
@@ -135,11 +109,7 @@ def _leads_out(file: str) -> bool:
 
 
 def files_of(path: Path) -> list[Path]:
-    """All files that a network is read from: itself, and those that it names if it is an index.
-
-    Raises:
-        SourceError: see :func:`shards_of`.
-    """
+    """All files that a network is read from: itself, and those that it names if it is an index."""
     return [path, *dict.fromkeys(shards_of(path).values())] if path.name.endswith(INDEX) else [path]
 
 
@@ -147,75 +117,39 @@ def _from_hub(text: str) -> list[Path]:
     found = _REPO.fullmatch(text[len(_HF) :].strip("/"))
     if found is None:
         raise SourceError(f"{text} names no repository: write hf://owner/name, hf://datasets/owner/name/FILE")
-    kind, repo, revision, inner = found["kind"], found["repo"], found["revision"], (found["path"] or "").strip("/")
-    repo_type = None if kind in (None, "models") else kind[:-1]
-    looks_like_file = PurePosixPath(inner).suffix in (*SUFFIXES, ".json")
-    whole = looks_like_file or any(c in inner for c in "*?[")
-    folder = f"{inner}/" if inner and not whole else ""
-    kinds = [f"{folder}*{suffix}" for suffix in (*SUFFIXES, INDEX)] + [f"{folder}*config.json"]
-    sharded = [f"{PurePosixPath(inner).parent}/*.safetensors"] if inner.endswith(INDEX) else []
-    root = Path(_snapshot(text, repo, repo_type, revision, [inner, *sharded] if whole else kinds))
-    if not whole:
-        there = root / inner
-        return _or_missing(text, lambda: weights_in(there) if there.is_dir() else [])
-    inside = sorted((p for p in root.rglob("*") if p.is_file()), key=natural)
-    return _or_missing(text, lambda: [p for p in inside if fnmatchcase(p.relative_to(root).as_posix(), inner)])
-
-
-def _or_missing(text: str, find: Callable[[], Iterable[Path]]) -> list[Path]:
-    found = list(find())
-    if not found:
+    kind, inner = found["kind"], (found["path"] or "").strip("/")
+    one_file = PurePosixPath(inner).suffix in (*SUFFIXES, ".json") or any(c in inner for c in "*?[")
+    if one_file:
+        patterns = [inner, *([f"{PurePosixPath(inner).parent}/*.safetensors"] if inner.endswith(INDEX) else [])]
+    else:
+        folder = f"{inner}/" if inner else ""
+        patterns = [f"{folder}*{suffix}" for suffix in (*SUFFIXES, INDEX, "config.json")]
+    root = _snapshot(text, found["repo"], None if kind in (None, "models") else kind[:-1], found["revision"], patterns)
+    if one_file:
+        inside = sorted((p for p in root.rglob("*") if p.is_file()), key=natural)
+        files = [p for p in inside if fnmatchcase(p.relative_to(root).as_posix(), inner)]
+    else:
+        files = weights_in(root / inner) if (root / inner).is_dir() else []
+    if not files:
         raise SourceError(f"{text}: no such weights in the repository (or in the part of it that is in the cache)")
-    return found
+    return files
 
 
-def _snapshot(text: str, repo: str, repo_type: str | None, revision: str | None, patterns: list[str]) -> str:
+def _snapshot(text: str, repo: str, repo_type: str | None, revision: str | None, patterns: list[str]) -> Path:
+    """The folder of the cache that holds what was fetched."""
+    import huggingface_hub
+
     try:
-        import huggingface_hub
-    except ImportError as error:
-        raise SourceError(f"{text} is read with huggingface_hub: pip install huggingface_hub") from error
-    try:
-        return str(
+        return Path(
             huggingface_hub.snapshot_download(repo, repo_type=repo_type, revision=revision, allow_patterns=patterns)
         )
     except Exception as error:  # no network, no such repository, no right to read it: the hub has a class for each
-        raise SourceError(_download(text, repo, repo_type, revision, patterns, error)) from error
-
-
-def _download(
-    text: str, repo: str, repo_type: str | None, revision: str | None, patterns: list[str], error: Exception
-) -> str:
-    """What to type on a machine that has a network."""
-    words = ["hf", "download", repo, *(["--repo-type", repo_type] if repo_type else [])]
-    words += ["--revision", revision] if revision else []
-    words += [f"--include '{pattern}'" for pattern in patterns]
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    return (
-        f"{text} could not be fetched, and is not in the cache ({type(error).__name__}: {said}). If the name is right, "
-        f"run `{' '.join(words)} --local-dir FOLDER` where there is a network, copy FOLDER here, and name it instead"
-    )
-
-
-def _from_timm(text: str) -> Path:
-    """The file of a pretrained tag; names of tensors are those of ``timm.create_model(name)``."""
-    try:
-        import timm
-    except ImportError as error:
-        raise SourceError(f"{text} is read with timm: pip install timm") from error
-    name = text[len(_TIMM) :]
-    if not timm.is_model(name):
-        near = timm.list_models(f"*{name.partition('.')[0]}*")[:4]
-        raise SourceError(f"timm has no network {name!r}" + (f"; near are {', '.join(near)}" if near else ""))
-    known = timm.list_pretrained(f"{name.partition('.')[0]}.*")
-    if "." in name and name not in known:
-        raise SourceError(f"timm has no weights {name!r}; tags of this network are {', '.join(known) or 'none'}")
-    config: Any = timm.get_pretrained_cfg(name)
-    hub = getattr(config, "hf_hub_id", None)
-    if not hub:
-        url = getattr(config, "url", "") or "nowhere"
+        words = ["hf", "download", repo, *(["--repo-type", repo_type] if repo_type else [])]
+        words += ["--revision", revision] if revision else []
+        words += [f"--include '{pattern}'" for pattern in patterns]
+        said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
         raise SourceError(
-            f"timm has no weights of {name!r} on Hugging Face, but at {url}: download them, and name the file"
-        )
-    repo = hub if "/" in hub and not hub.endswith("/") else f"{hub.rstrip('/')}/{name}"
-    file = getattr(config, "hf_hub_filename", None) or "model.safetensors"
-    return _from_hub(f"{_HF}{repo}/{file}")[0]
+            f"{text} could not be fetched, and is not in the cache ({type(error).__name__}: {said}). If the name is "
+            f"right, run `{' '.join(words)} --local-dir FOLDER` where there is a network, copy FOLDER here, and name "
+            "it instead"
+        ) from error

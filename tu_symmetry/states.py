@@ -1,8 +1,7 @@
 """State dicts: checked as users hand them in, stacked, averaged, and read from files.
 
-A state may come from anywhere: a checkpoint of integers, a numpy archive, a list. Torch's own error for these is raised
-deep inside a computation, or not at all (a bool times a float is a float). Every public function that takes states
-checks them here first, and the error says which tensor it is, what it is, and what to do.
+A state may hold integers, numpy arrays or lists. Every public function that takes states checks them here first, since
+torch's own error is raised deep inside a computation, or not at all.
 """
 
 from __future__ import annotations
@@ -59,21 +58,19 @@ class Layout(NamedTuple):
 
 
 def as_given(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> State:
-    """Tensors as a state of the type of another one, with what that one has besides its tensors.
+    """Tensors as a state of the type of another one, with its ``_metadata``: the versions of the network's modules.
 
-    Law: whatever makes a state of a state makes it here, so that states come back as the type they came in. The state
-    dict of a module is an ``OrderedDict`` with an attribute ``_metadata``, which holds the versions of its modules, and
-    some modules (torchvision's MNASNet) cannot be loaded without. What is no ``dict`` comes back as one; a view of a
-    state says by an attribute ``as_given`` of what.
+    A view of a state says by an attribute ``as_given`` of what.
     """
     given = getattr(given, "as_given", given)
+    metadata = getattr(given, "_metadata", None)
     if isinstance(given, dict):
         made: State = copy.copy(given)
         made.clear()
     else:
-        made = {} if getattr(given, "_metadata", None) is None else OrderedDict()
+        made = {} if metadata is None else OrderedDict()
     made.update(tensors)
-    if isinstance(made, OrderedDict) and (metadata := getattr(given, "_metadata", None)) is not None:
+    if isinstance(made, OrderedDict) and metadata is not None:
         made._metadata = copy.copy(metadata)  # type: ignore[attr-defined]
     return made
 
@@ -110,13 +107,9 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
     Args:
         value: what was given.
         what: its name in an error, such as ``state['0.weight']``.
-        kind: the kind of the network's own tensor, see :func:`kind_of`. A real tensor must be real and a complex one
-            complex; one that is neither (a counter, a mask) may be of any kind but complex. None: not known, any kind
-            will do.
-        values: whether its values are read, which a tensor without storage has not.
-
-    Raises:
-        SymmetryError: no tensor, one that is sparse, quantized or without values, or of another kind.
+        kind: the kind of the network's own tensor, see :func:`kind_of`; None for any. In the place of a counter or a
+            mask any kind will do but complex.
+        values: whether its values are read, which a tensor on the meta device has not.
     """
     if not isinstance(value, Tensor):
         own = type(value)
@@ -132,9 +125,9 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
     if values and value.is_meta:
         raise SymmetryError(f"{what} is on the meta device, where tensors have no values; load the weights first")
     found = kind_of(value.dtype)
-    if found == kind or (kind is None and found in ("real", "complex", "integer", "boolean")):
-        return value
-    if kind in ("integer", "boolean") and found in ("integer", "boolean", "real"):
+    counter = ("integer", "boolean", "real")
+    usable = {None: (*counter, "complex"), "integer": counter, "boolean": counter}
+    if found == kind or found in usable.get(kind, ()):
         return value
     wanted = {None: "a tensor of real numbers", "real": "real floating-point numbers", "complex": "complex numbers"}
     advice = {
@@ -150,11 +143,7 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
 
 
 def check_number(value: Any, name: str, *, whole: bool = False) -> None:
-    """Refuse what is no number: a text, as a file or a form gives it, a truth value.
-
-    Raises:
-        TypeError: no number, or no whole one.
-    """
+    """Refuse what is no number (a text, a truth value), or no whole one, with a TypeError."""
     kinds = numbers.Integral if whole else numbers.Real
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -167,10 +156,7 @@ def check_number(value: Any, name: str, *, whole: bool = False) -> None:
 def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
     """A state dict of tensors, or an error that says what it is instead.
 
-    Args:
-        state: what was given.
-        name: what to call it in an error.
-        like: a state of the same network, such as ``model.state_dict()``; tensors must be of its tensors' kinds.
+    Tensors have to be of the same kinds as those of ``like``, a state of the same network, if it is given.
 
     Raises:
         TypeError: not a mapping of names to tensors.
@@ -179,14 +165,12 @@ def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = Non
     if not isinstance(state, Mapping):
         raise TypeError(f"{name} is a {type(state).__name__}, not a state dict; for a module pass module.state_dict()")
     for key, value in state.items():
-        known = like is not None and isinstance(like.get(key), Tensor)
-        check_tensor(value, f"{name}[{key!r}]", kind_of(like[key].dtype) if like is not None and known else None)
+        own = None if like is None else like.get(key)
+        check_tensor(value, f"{name}[{key!r}]", kind_of(own.dtype) if isinstance(own, Tensor) else None)
     return state
 
 
-def unstack(
-    states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor] | nn.Module] | nn.Module,
-) -> list[State]:
+def unstack(states: Mapping[str, Tensor] | Iterable[Mapping[str, Tensor] | nn.Module] | nn.Module) -> list[State]:
     """A stack with a leading sample axis, a sequence of states, or a routine's networks, as a list of states (views).
 
     A LightningModule stands for the network that it has trained, one with a deep ensemble of TorchUncertainty (or the
@@ -194,9 +178,7 @@ def unstack(
 
     Raises:
         TypeError: members that are not state dicts.
-        SymmetryError: values that are no tensors.
-        ValueError: a dict of tensors without a common leading axis; a routine with several networks of which it is not
-            clear which is meant.
+        ValueError: tensors without a common leading axis; a routine of which it is not clear which network is meant.
     """
     if is_source(states):
         assert isinstance(states, nn.Module)
@@ -209,32 +191,20 @@ def unstack(
                 f"a stack of states needs the same leading sample axis on every tensor, got leading sizes {counts}; "
                 "pass a list of state dicts, or stack them with torch.stack for each name"
             )
-        count = next(iter(counts.values()))
-        assert count is not None
-        return [as_given(states, {name: t[k] for name, t in states.items()}) for k in range(count)]
+        return [as_given(states, {name: t[k] for name, t in states.items()}) for k in range(sample_count(states))]
     if not isinstance(states, Iterable):
         raise TypeError(f"states is a {type(states).__name__}, not a list of state dicts or a stack of states")
     return [read_state(s, f"states[{k}]") for k, s in enumerate(states)]
 
 
 def read_state(network: Any, name: str) -> State:
-    """One network's state dict, from a state dict or from the routine that has trained it.
-
-    Raises:
-        TypeError: neither.
-        SymmetryError: values that are no tensors.
-        ValueError: a routine with several networks.
-    """
+    """One network's state dict, from a state dict or from the routine that has trained it, see :func:`unstack`."""
     state = require_state(state_of(network, name) if is_source(network) else network, name)
     return as_given(state, state)
 
 
 def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
-    """Stack states of one architecture along a new leading sample axis; ``unstack_states`` undoes it.
-
-    Raises:
-        ValueError: no states, or states whose names or shapes differ.
-    """
+    """Stack states of one architecture along a new leading sample axis."""
     if not states:
         raise ValueError("no states to stack: the list is empty")
     first = layout_of(states[0])
@@ -250,39 +220,17 @@ def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str
 
 
 def mean_state(states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first.
-
-    Raises:
-        ValueError: no networks, or networks of several architectures.
-        SymmetryError: tensors of several kinds under one name.
-    """
+    """The mean network of a sequence or a stack: mean of floating-point tensors, other tensors from the first."""
     members = unstack(states)
     if not members:
         raise ValueError("there is no network to take a mean of: the list of states is empty")
-    for k in range(1, len(members)):
-        require_alike(members[k], members[0], f"states[{k}]", "states[0]")
-    return as_given(
-        members[0],
-        {
-            name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
-            for name, t in members[0].items()
-        },
-    )
-
-
-def require_alike(state: Mapping[str, Tensor], like: Mapping[str, Tensor], name: str, like_name: str) -> None:
-    """Refuse states of two architectures, or with numbers of two kinds under one name; precisions may differ.
-
-    Raises:
-        TypeError: not a mapping of names to tensors.
-        ValueError: names or shapes that differ.
-        SymmetryError: values that are no tensors, or tensors of two kinds.
-    """
-    require_state(state, name, like=like)
-    require_state(like, like_name, like=state)
-    first = layout_of(like)
-    layout = {n: e._replace(dtype=first[n].dtype) if n in first else e for n, e in layout_of(state).items()}
-    require_same(layout, first, name, like_name)
+    for k, member in enumerate(members[1:], 1):
+        require_alike(member, members[0], f"states[{k}]", "states[0]")
+    mean = {
+        name: _mean([s[name] for s in members]) if t.is_floating_point() or t.is_complex() else t.clone()
+        for name, t in members[0].items()
+    }
+    return as_given(members[0], mean)
 
 
 def _mean(tensors: Sequence[Tensor]) -> Tensor:
@@ -290,6 +238,15 @@ def _mean(tensors: Sequence[Tensor]) -> Tensor:
     stacked = torch.stack(list(tensors))
     mean = stacked.mean(0)
     return mean if torch.isfinite(mean).all() else (stacked / len(tensors)).sum(0)
+
+
+def require_alike(state: Mapping[str, Tensor], like: Mapping[str, Tensor], name: str, like_name: str) -> None:
+    """Refuse states of two architectures, or with numbers of two kinds under one name; precisions may differ."""
+    require_state(state, name, like=like)
+    require_state(like, like_name, like=state)
+    first = layout_of(like)
+    layout = {n: e._replace(dtype=first[n].dtype) if n in first else e for n, e in layout_of(state).items()}
+    require_same(layout, first, name, like_name)
 
 
 def sample_count(states: Mapping[str, Tensor]) -> int:
@@ -323,25 +280,17 @@ def require_same(
             )
 
 
-def load_state(
-    path: str | os.PathLike[str] | nn.Module,
-    *,
-    prefix: str = "",
-    allow: Sequence[Any] = (),
-    device: str | torch.device = "cpu",
-) -> State:
+def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "", allow: Sequence[Any] = ()) -> State:
     """Read one network's state dict from a checkpoint of any usual kind, without running code from it.
 
     Args:
         path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
             checkpoint) that holds one under ``state_dict``; the index (``.safetensors.index.json``) of a network that
             is cut into several files, or the folder that ``save_pretrained`` wrote. Or where it is fetched from:
-            ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, ``timm://resnet18.a1_in1k``, see
-            :mod:`tu_symmetry.sources`. Or the LightningModule that has trained it (a routine of TorchUncertainty): a
-            copy of its network's weights.
+            ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, see :mod:`tu_symmetry.sources`. Or the
+            LightningModule that has trained it (a routine of TorchUncertainty): a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
         allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
-        device: where to put the tensors.
 
     Raises:
         SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
@@ -350,106 +299,43 @@ def load_state(
     """
     if isinstance(path, nn.Module):
         held = read_state(path, "the routine")
-        own = as_given(held, {name: t.to(device, copy=True) for name, t in held.items()})
-        if prefix and not any(name.startswith(prefix) for name in own):
-            raise SampleFileError(
-                f"no name in the {type(path).__name__}'s network starts with {prefix!r}: a prefix is of names in "
-                "files; the names of a routine's network have none"
-            )
-        return without_prefix(own, prefix)
-    path = _file(path)
-    content: Any
-    if path.name.endswith(INDEX):
-        content = _sharded(path, allow, device)
-    elif path.suffix == _SUFFIX:
-        with _named():
-            file = TensorFile(path, device=device, warn=False)  # most are other programs'
-            content = as_given(file, file)
+        content = as_given(held, {name: t.clone() for name, t in held.items()})
+        where = f"the {type(path).__name__}'s network, whose names have no prefix,"
     else:
+        where = str(path)
         with _named():
-            check_archive(path)
-        try:
-            with torch.serialization.safe_globals(list(allow)):
-                content = torch.load(path, map_location=device, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise SampleFileError(
-                f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
-                "names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: "
-                + _reason(error)
-            ) from error
-        except OSError:
-            raise  # no such file, no right to read it
-        except Exception as error:  # what a foreign file makes of the unpickler can be anything
-            raise SampleFileError(
-                f"{path} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
-            ) from error
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
-        what = f"a dict with keys {sorted(map(str, content))[:6]}" if isinstance(content, Mapping) else type(content)
-        raise SampleFileError(
-            f"{path} holds {what}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
-        )
-    for name, t in content.items():
-        if t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested:
-            kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
-            kind = "a quantized tensor" if t.is_quantized else kind
-            raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
-    if not path.name.endswith(INDEX):
-        _require_size(path, content)
+            opened = _open(_file(path), allow)
+            content = as_given(opened, dict(opened))
     state = without_prefix(content, prefix)
     if not state:
-        raise SampleFileError(f"no name in {path} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ...")
-    return state
-
-
-def _require_size(path: Path, state: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that are a few numbers of the file, repeated: a copy of one could fill the memory."""
-    size = sum({(t.data_ptr(), t.shape, t.stride()): t.numel() * t.element_size() for t in state.values()}.values())
-    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.values()}.values())
-    file = os.stat(path).st_size
-    if held > file or size > max(_FREE, _EXPANDED * file):
         raise SampleFileError(
-            f"{path} has {file} bytes, and its tensors would take {max(held, size)}: they repeat a few numbers, or are "
-            "damaged; if you trust it, load it with torch.load and save contiguous copies"
+            f"no name in {where} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ..."
         )
+    return state
 
 
 def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor] | None:
     """As :func:`load_state`, but each tensor is read when it is asked for; None where the file does not allow it.
 
     Safetensors files do, alone or as the parts of an index. A prefix is taken off where there is any name with it.
-
-    Raises:
-        SampleFileError: as :func:`load_state`.
     """
     path = _file(path)
     with _named():
-        if path.name.endswith(INDEX):
-            parts = shards_of(path)
-            if not all(part.suffix == _SUFFIX for part in parts.values()):
-                return None
-            files = {part: TensorFile(part, warn=False) for part in set(parts.values())}
-            held = {name: files[part] for name, part in parts.items()}
-        elif path.suffix == _SUFFIX:
-            file = TensorFile(path, warn=False)
-            held = dict.fromkeys(file, file)
-        else:
+        parts = shards_of(path).values() if path.name.endswith(INDEX) else [path]
+        if any(part.suffix != _SUFFIX for part in parts):
             return None
-    missing = [name for name, file in held.items() if name not in file]
-    if missing:
-        raise SampleFileError(f"{path} says that {held[missing[0]].path.name} holds {missing[0]!r}, and it does not")
+        held = _open(path)
     if not any(name.startswith(prefix) for name in held):
         prefix = ""
-    return _Opened({n[len(prefix) :]: (file, n) for n, file in held.items() if n.startswith(prefix)}, prefix)
+    return _Opened({n[len(prefix) :]: (held, n) for n in held if n.startswith(prefix)}, prefix)
 
 
 class _Opened(Mapping[str, Tensor]):
-    """Tensors of one or several files, each read when it is asked for, without a prefix of their names."""
+    """Tensors of one or several mappings, each read when it is asked for, without a prefix of their names."""
 
-    def __init__(self, held: Mapping[str, tuple[TensorFile, str]], prefix: str) -> None:
+    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], prefix: str = "") -> None:
         self._held = held
-        found = next((file.header.modules for file, _ in held.values()), None)
+        found = next((getattr(source, "_metadata", None) for source, _ in held.values()), None)
         self._metadata = None if found is None else _metadata_without_prefix(found, prefix)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -475,24 +361,67 @@ def _file(source: str | os.PathLike[str]) -> Path:
     return found[0]
 
 
-def _sharded(index: Path, allow: Sequence[Any], device: str | torch.device) -> State:
-    """A network that is cut into several files: each is read once, and what the index says is in it is taken."""
-    with _named():
-        files = shards_of(index)
-    state: State = {}
-    for file in dict.fromkeys(files.values()):
-        held = load_state(file, allow=allow, device=device)
-        wanted = [name for name, where in files.items() if where == file]
-        missing = [name for name in wanted if name not in held]
-        if missing:
-            raise SampleFileError(f"{index} says that {file.name} holds {missing[0]!r}, and it does not")
-        state = as_given(state or held, {**state, **{name: held[name] for name in wanted}})
-    return state
+def _open(path: Path, allow: Sequence[Any] = ()) -> Mapping[str, Tensor]:
+    """The tensors of a file or an index: those of safetensors are read when they are asked for, others now."""
+    if path.suffix == _SUFFIX:
+        return TensorFile(path)
+    if not path.name.endswith(INDEX):
+        return _torch_state(path, allow)
+    files = shards_of(path)
+    parts = {file: _open(file, allow) for file in dict.fromkeys(files.values())}
+    for name, file in files.items():
+        if name not in parts[file]:
+            raise SampleFileError(f"{path} says that {file.name} holds {name!r}, and it does not")
+    return _Opened({name: (parts[file], name) for name, file in files.items()})
+
+
+def _torch_state(path: Path, allow: Sequence[Any]) -> State:
+    """The state dict in a file of ``torch.save``, or under ``state_dict`` in it."""
+    check_archive(path)
+    try:
+        with torch.serialization.safe_globals(list(allow)):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise SampleFileError(
+            f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
+            "names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: " + _reason(error)
+        ) from error
+    except OSError:
+        raise  # no such file, no right to read it
+    except Exception as error:  # what a foreign file makes of the unpickler can be anything
+        raise SampleFileError(
+            f"{path} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
+        ) from error
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
+        what = f"a dict with keys {sorted(map(str, content))[:6]}" if isinstance(content, Mapping) else type(content)
+        raise SampleFileError(
+            f"{path} holds {what}, not a state dict (names to tensors) nor a dict with one under 'state_dict'"
+        )
+    for name, t in content.items():
+        if t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested:
+            kind = "no data (a meta tensor)" if t.is_meta else f"a {str(t.layout).removeprefix('torch.')} tensor"
+            kind = "a quantized tensor" if t.is_quantized else kind
+            raise SampleFileError(f"{path} holds {kind} under {str(name)!r}; save the network with dense weights")
+    _require_size(path, content)
+    return as_given(content, content)
+
+
+def _require_size(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are a few numbers of the file, repeated: a copy of one could fill the memory."""
+    size = sum({(t.data_ptr(), t.shape, t.stride()): t.numel() * t.element_size() for t in state.values()}.values())
+    held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in state.values()}.values())
+    file = os.stat(path).st_size
+    if held > file or size > max(_FREE, _EXPANDED * file):
+        raise SampleFileError(
+            f"{path} has {file} bytes, and its tensors would take {max(held, size)}: they repeat a few numbers, or are "
+            "damaged; if you trust it, load it with torch.load and save contiguous copies"
+        )
 
 
 def _reason(error: Exception) -> str:
     """What torch's reader stumbled on, without its paragraphs of advice."""
     said = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = next((line for line in said if "WeightsUnpickler error" in line or line.startswith("Unsupported")), None)
-
     return (found or next(iter(said), "nothing")).partition(" Please use")[0]

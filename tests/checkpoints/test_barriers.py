@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from toy_networks import Killed, counted
 from toy_networks import Normed as Net
 
 from tu_symmetry import cli
 from tu_symmetry.alignment.barrier import loss_barrier, mean_loss
 from tu_symmetry.alignment.repair import reestimate_batchnorm
+from tu_symmetry.checkpoints import barriers as module
 from tu_symmetry.checkpoints.align import FileAlignment, align_files
-from tu_symmetry.checkpoints.barriers import (
-    WHEN,
-    BarrierOptions,
-    load_data,
-    measure_barriers,
-    sampled_pairs,
-)
+from tu_symmetry.checkpoints.barriers import WHEN, load_data, measure_barriers, sampled_pairs
 from tu_symmetry.files import FileError
 from tu_symmetry.states import load_state, mean_state
 from tu_symmetry.symmetry.action import apply_permutation
@@ -34,23 +30,21 @@ from tu_symmetry.symmetry.elements import random_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 LOSS = "torch.nn.functional.cross_entropy"
+WRITTEN = ("barriers.png", "barriers.json", "report.json", "report.md")
 
 
-def random_state(generator: torch.Generator) -> dict[str, Tensor]:
+def base() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
     state = {n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items() if t.ndim}
     return {**state, "1.running_var": state["1.running_var"].exp(), "1.num_batches_tracked": torch.tensor(3)}
 
 
-def base() -> dict[str, Tensor]:
-    return random_state(torch.Generator().manual_seed(0))
-
-
-def loader(count: int = 40, batch_size: int = 16, seed: int = 0) -> DataLoader[Any]:
+def loader(count: int = 40, seed: int = 0) -> DataLoader[Any]:
     """Inputs with the labels that the network :func:`base` gives them."""
     x = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
     net = Net().eval()
     net.load_state_dict(base())
-    return DataLoader(TensorDataset(x, net(x).argmax(1)), batch_size=batch_size)
+    return DataLoader(TensorDataset(x, net(x).argmax(1)), batch_size=16)
 
 
 def two_loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
@@ -94,6 +88,14 @@ def wrong_labels() -> list[tuple[Tensor, Tensor]]:
     return [(torch.zeros(2, 4), torch.zeros(2, 7, dtype=torch.long))]
 
 
+def nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.sum() * torch.nan
+
+
+def data(name: str = "loader", *arguments: str) -> module.BarrierData:
+    return load_data(f"{__name__}.{name}", arguments, 1000, torch.float32)
+
+
 @pytest.fixture(scope="module")
 def graph() -> SymmetryGraph:
     return discover_symmetries(Net(), torch.zeros(2, 4))
@@ -101,10 +103,8 @@ def graph() -> SymmetryGraph:
 
 @pytest.fixture
 def no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in place of the figure, which takes a second to draw."""
-    import tu_symmetry.checkpoints.barriers as module
-
-    monkeypatch.setattr(module, "draw_matrices", lambda path, report: path.write_text(str(report.single_loss)))
+    """A text in place of the figure, which takes a second to draw."""
+    monkeypatch.setattr(module, "draw_matrices", lambda report: str(report["single_network_loss"]).encode())
 
 
 def aligned(graph: SymmetryGraph, tmp_path: Path, *, noise: float = 0.1, count: int = 3) -> FileAlignment:
@@ -122,39 +122,44 @@ def aligned(graph: SymmetryGraph, tmp_path: Path, *, noise: float = 0.1, count: 
 @pytest.mark.usefixtures("no_figure")
 def test_figures_are_the_librarys(graph: SymmetryGraph, tmp_path: Path) -> None:
     alignment, net = aligned(graph, tmp_path), Net()
-    data = load_data(f"{__name__}.two_loaders", [], 1000, torch.float32)
-    options = BarrierOptions(pairs=None, points=5, corrections=("none", "batchnorm", "repair"))
-    report = measure_barriers(net, alignment, tmp_path / "out", data, options)
+    report = measure_barriers(
+        net,
+        alignment,
+        tmp_path / "out",
+        data("two_loaders"),
+        pairs=None,
+        points=5,
+        corrections=("none", "batchnorm", "repair"),
+    )
     evaluation, statistics = two_loaders()
     for when in WHEN:
         paths = [f.source if when == "before" else tmp_path / "out" / f.aligned for f in alignment.files]
         states = [load_state(p) for p in paths]
-        for correction, again in (("none", None), ("batchnorm", statistics)):
-            shown, matrix = report.matrix(when, correction)
-            merge = None if again is None else lambda state, ratio: reestimate_batchnorm(net, state, statistics)
-            expected = [
-                [loss_barrier(net, a, b, evaluation, F.cross_entropy, points=5, merge=merge).barrier for b in states]
-                for a in states
-            ]
-            assert shown == [0, 1, 2] and (max(map(max, expected)) > 0.01 or when == "after")
-            torch.testing.assert_close(torch.tensor(matrix), torch.tensor(expected), rtol=1e-4, atol=1e-6)
-            average = mean_state(states)
-            average = average if again is None else reestimate_batchnorm(net, average, again)
+
+        def again(state: Any, ratio: float = 0.5) -> Any:
+            return reestimate_batchnorm(net, state, statistics)
+
+        for correction, merge in (("none", None), ("batchnorm", again)):
+            for (i, j), found in zip(report["pairs"], report["paths"][when][correction], strict=True):
+                path = loss_barrier(net, states[i], states[j], evaluation, F.cross_entropy, points=5, merge=merge)
+                assert found["losses"] == pytest.approx(path.losses)
+                matrix = report["matrix"][when][correction]
+                assert matrix[i][j] == matrix[j][i] == found["barrier"] == pytest.approx(path.barrier)
+                assert path.barrier > 0.01 or when == "after" or correction == "batchnorm"
+            average = mean_state(states) if merge is None else again(mean_state(states))
             mean = mean_loss(net, average, evaluation, F.cross_entropy)
-            assert report.mean_losses[when][correction] == pytest.approx(mean, abs=1e-6)
-        assert report.barriers[when]["repair"][0]["losses"][1] != report.barriers[when]["none"][0]["losses"][1]
-    assert [p["losses"][0] for p in report.barriers["before"]["none"]] == pytest.approx(
-        [p["losses"][0] for p in report.barriers["after"]["none"]], rel=1e-5
-    )
+            assert report["mean_network_loss"][when][correction] == pytest.approx(mean, abs=1e-6)
+        assert report["paths"][when]["repair"][0]["losses"][1] != report["paths"][when]["none"][0]["losses"][1]
+    ends = [[path["losses"][0] for path in report["paths"][when]["none"]] for when in WHEN]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-5)
 
 
 def test_copies_of_one_network_have_no_barrier_once_aligned(graph: SymmetryGraph, tmp_path: Path) -> None:
     alignment = aligned(graph, tmp_path, noise=0.0)
-    data = load_data(f"{__name__}.loader", ["count=32"], 1000, torch.float32)
-    report = measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(pairs=None, points=5))
-    before, after = ([p["barrier"] for p in report.barriers[w]["none"]] for w in WHEN)
+    report = measure_barriers(Net(), alignment, tmp_path / "out", data("loader", "count=32"), pairs=None, points=5)
+    before, after = ([p["barrier"] for p in report["paths"][w]["none"]] for w in WHEN)
     assert max(before) > 0.05 and max(after) < 1e-6
-    assert report.mean_losses["after"]["none"] == pytest.approx(report.single_loss, rel=1e-5)
+    assert report["mean_network_loss"]["after"]["none"] == pytest.approx(report["single_network_loss"], rel=1e-5)
     content = json.loads((tmp_path / "out" / "report.json").read_text())["barriers"]
     assert content["matrix"]["before"]["none"][0][1] == before[0] and content["num_samples"] == 32
     assert set(content["matrix"]["after"]) == {"none", "batchnorm"}
@@ -168,90 +173,50 @@ def test_an_interruption_at_any_write_changes_no_byte(
     graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alignment, out = aligned(graph, tmp_path), tmp_path / "out"
-    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
-    options = BarrierOptions(pairs=2, points=3)
-    names = ("barriers.png", "report.json", "report.md")
-    replace, left = os.replace, 10**9
+    left, measured = counted(monkeypatch, os, "replace"), counted(monkeypatch, module, "loss_barrier")
 
-    class Killed(BaseException):
-        pass
+    def measure() -> None:
+        measure_barriers(Net(), alignment, out, data(), pairs=2, points=3)
 
-    def counting(source: str, target: str) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise Killed
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", counting)
-    measure_barriers(Net(), alignment, out, data, options)
-    writes, whole = 10**9 - left, [(out / n).read_bytes() for n in names]
-    assert writes == 2 + 2 + 3
+    measure()
+    writes, whole, paths = left.used, [(out / n).read_bytes() for n in WRITTEN], measured.used
+    assert writes == 2 + 3
     for number in range(writes):
-        for name in names:
+        for name in WRITTEN:
             (out / name).unlink()
-        shutil.rmtree(out / "state")
-        left = number
+        left.calls, measured.used = number, 0
         with pytest.raises(Killed):
-            measure_barriers(Net(), alignment, out, data, options)
-        left = 10**9
-        measure_barriers(Net(), alignment, out, data, options)
-        assert [(out / n).read_bytes() for n in names] == whole, number
-        assert left == 10**9 - (writes - min(number, 4))  # what was measured is not measured again
+            measure()
+        left.calls = 10**9
+        measure()
+        assert [(out / n).read_bytes() for n in WRITTEN] == whole, number
+        assert measured.used == paths + paths // 2 * (number < 2)  # what was written is not measured again
 
 
 @pytest.mark.usefixtures("no_figure")
-def test_barriers_stay_in_the_reports_as_long_as_they_hold(graph: SymmetryGraph, tmp_path: Path) -> None:
-    """Aligning again, also without the folder `state`, keeps them; another alignment drops them and says so."""
+def test_reports_hold_the_barriers_of_their_command_and_measure_none_twice(
+    graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alignment, out = aligned(graph, tmp_path), tmp_path / "out"
-    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
-    options = BarrierOptions(pairs=2, points=3)
-    measure_barriers(Net(), alignment, out, data, options)
-    names = ("barriers.png", "report.json", "report.md")
-    whole = [(out / n).read_bytes() for n in names]
     files = [Path(f.source) for f in alignment.files]
-    assert align_files(graph, files, out).notes == ()
-    assert [(out / n).read_bytes() for n in names] == whole
-    shutil.rmtree(out / "state")
-    assert align_files(graph, files, out).notes == ()
-    assert [(out / n).read_bytes() for n in names] == whole
-    measure_barriers(Net(), align_files(graph, files, out), out, data, options)  # the figure is known as its own
-    assert [(out / n).read_bytes() for n in names] == whole
-    (note,) = align_files(graph, files, out, reference=files[1]).notes
-    assert "those of another alignment" in note and not (out / "barriers.png").exists()
-    assert "barriers" not in json.loads((out / "report.json").read_text())
-    assert "barrier" not in (out / "report.md").read_text()
+    measured = counted(monkeypatch, module, "loss_barrier")
 
+    def measure(*arguments: str) -> list[bytes]:
+        measure_barriers(Net(), align_files(graph, files, out), out, data("loader", *arguments), pairs=2, points=3)
+        return [(out / n).read_bytes() for n in WRITTEN]
 
-@pytest.mark.usefixtures("no_figure")
-def test_barriers_are_of_the_files_that_were_aligned(graph: SymmetryGraph, tmp_path: Path) -> None:
-    alignment, out = aligned(graph, tmp_path), tmp_path / "out"
-    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
-    align_files(graph, [Path(f.source) for f in alignment.files], out, reference=Path(alignment.files[1].source))
+    whole, paths = measure(), measured.used
+    align_files(graph, files, out)
+    assert not (out / "barriers.png").exists() and "barriers" not in json.loads((out / "report.json").read_text())
+    assert measure() == whole and measured.used == paths
+    assert measure("seed=1") != whole and measured.used == 2 * paths  # other data
+    align_files(graph, files, out, reference=files[1])
     with pytest.raises(FileError, match="was changed by another run"):
-        measure_barriers(Net(), alignment, out, data, BarrierOptions(pairs=2, points=3))
-
-
-@pytest.mark.usefixtures("no_figure")
-def test_damaged_measurements_are_refused(graph: SymmetryGraph, tmp_path: Path) -> None:
-    alignment, out = aligned(graph, tmp_path), tmp_path / "out"
-    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
-    options = BarrierOptions(pairs=2, points=3)
-    measure_barriers(Net(), alignment, out, data, options)
-    kept = next((out / "state" / "barriers").glob("pair-*.json"))
-    kept.write_text(kept.read_text().replace("0.", "1.", 1))
-    with pytest.raises(FileError, match=r"pair-.*\.json was changed or damaged.*deleting it"):
-        measure_barriers(Net(), alignment, out, data, options)
-
-
-@pytest.mark.usefixtures("no_figure")
-def test_what_was_measured_on_other_data_is_measured_again(graph: SymmetryGraph, tmp_path: Path) -> None:
-    alignment, out = aligned(graph, tmp_path), tmp_path / "out"
-    options, found = BarrierOptions(pairs=None, points=3), []
-    for seed in (0, 1, 0):
-        data = load_data(f"{__name__}.loader", [f"seed={seed}"], 1000, torch.float32)
-        found.append(measure_barriers(Net(), alignment, out, data, options))
-    assert found[0] == found[2] and found[0].single_loss != found[1].single_loss
+        measure_barriers(Net(), alignment, out, data())
+    assert measure() == whole
+    (out / "barriers.json").write_text((out / "barriers.json").read_text().replace("0.", "1.", 1))
+    with pytest.raises(FileError, match=r"barriers\.json was .*damaged"):
+        measure()
 
 
 def test_pairs_are_drawn_without_repetition_and_always_the_same() -> None:
@@ -263,29 +228,29 @@ def test_pairs_are_drawn_without_repetition_and_always_the_same() -> None:
 @pytest.mark.usefixtures("no_figure")
 def test_pairs_that_were_not_measured_are_empty(graph: SymmetryGraph, tmp_path: Path) -> None:
     alignment = aligned(graph, tmp_path, count=5)
-    data = load_data(f"{__name__}.loader", [], 1000, torch.float32)
-    report = measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(pairs=2, points=3))
-    shown, matrix = report.matrix("after", "none")
-    assert shown == sorted({k for pair in report.pairs for k in pair}) and "2 of 10 pairs" in report.grid().caption
-    known = {pair: p["barrier"] for pair, p in zip(report.pairs, report.barriers["after"]["none"], strict=True)}
+    report = measure_barriers(Net(), alignment, tmp_path / "out", data(), pairs=2, points=3)
+    shown = report["networks_in_matrix"]
+    assert shown == sorted({k for pair in report["pairs"] for k in pair})
+    known = {pair: p["barrier"] for pair, p in zip(report["pairs"], report["paths"]["after"]["none"], strict=True)}
     for a, i in enumerate(shown):
         for b, j in enumerate(shown):
-            value = matrix[a][b]
-            expected = 0.0 if i == j else known.get((min(i, j), max(i, j)))
-            assert value == expected if expected is not None else value != value
+            value = report["matrix"]["after"]["none"][a][b]
+            expected = 0.0 if i == j else known.get((min(i, j), max(i, j)), math.nan)
+            assert value == pytest.approx(expected, nan_ok=True)
+    assert "2 of 10 pairs" in (tmp_path / "out" / "report.md").read_text()
     text = (tmp_path / "out" / "report.json").read_text()
     json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_a_data_module_gives_test_data_and_training_inputs() -> None:
-    data = load_data(f"{__name__}.Module", ["count=40"], 24, torch.float64)
+    found = load_data(f"{__name__}.Module", ["count=40"], 24, torch.float64)
     x, y = next(iter(loader()))
-    assert torch.equal(data.evaluation[0][0], x.double()) and torch.equal(data.evaluation[0][1], y)
-    assert data.num_samples == 24 and [len(s) for s in data.statistics] == [16, 8]
+    assert torch.equal(found.evaluation[0][0], x.double()) and torch.equal(found.evaluation[0][1], y)
+    assert found.num_samples == 24 and [len(s) for s in found.statistics] == [16, 8]
     known = {tuple(row) for row in loader(40, seed=1).dataset.tensors[0].double().tolist()}  # type: ignore[attr-defined]
-    assert all(tuple(row) in known for row in torch.cat(data.statistics).tolist())
+    assert all(tuple(row) in known for row in torch.cat(found.statistics).tolist())
     state = torch.random.get_rng_state()
-    assert load_data(f"{__name__}.Module", ["count=40"], 24, torch.float64).digest == data.digest
+    assert load_data(f"{__name__}.Module", ["count=40"], 24, torch.float64).digest == found.digest
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -306,24 +271,14 @@ def test_data_that_do_not_fit_are_named(name: str, arguments: list[str], message
         load_data(name, arguments, 10, torch.float32)
 
 
-def test_a_foreign_figure_is_not_overwritten(graph: SymmetryGraph, tmp_path: Path) -> None:
-    alignment = aligned(graph, tmp_path, count=2)
-    (tmp_path / "out" / "barriers.png").write_bytes(b"mine")
-    data = load_data(f"{__name__}.loader", [], 10, torch.float32)
-    with pytest.raises(FileError, match="not written by this command"):
-        measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions())
-    assert (tmp_path / "out" / "barriers.png").read_bytes() == b"mine"
-
-
-def nan_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return outputs.sum() * torch.nan
-
-
-def test_a_loss_that_is_nan_names_the_files(graph: SymmetryGraph, tmp_path: Path) -> None:
-    alignment = aligned(graph, tmp_path, count=2)
-    data = load_data(f"{__name__}.loader", [], 10, torch.float32)
+def test_a_foreign_figure_and_a_loss_that_is_nan_are_named(graph: SymmetryGraph, tmp_path: Path) -> None:
+    alignment, figure = aligned(graph, tmp_path, count=2), tmp_path / "out" / "barriers.png"
     with pytest.raises(FileError, match=r"no barrier between .*net0.pt and .*net1.pt: the losses at the ends"):
-        measure_barriers(Net(), alignment, tmp_path / "out", data, BarrierOptions(loss=f"{__name__}.nan_loss"))
+        measure_barriers(Net(), alignment, tmp_path / "out", data(), loss=f"{__name__}.nan_loss")
+    figure.write_bytes(b"mine")
+    with pytest.raises(FileError, match="not written by this command"):
+        measure_barriers(Net(), alignment, tmp_path / "out", data())
+    assert figure.read_bytes() == b"mine"
 
 
 def test_the_command_reports_barriers(graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from toy_networks import Killed, counted, tree
 from toy_networks import Normed as Net
-from toy_networks import tree
 
 import tu_symmetry as tus
 from tu_symmetry import cli
@@ -24,7 +24,7 @@ from tu_symmetry.alignment import align as matching
 from tu_symmetry.alignment import merging
 from tu_symmetry.checkpoints.barriers import load_data
 from tu_symmetry.checkpoints.merge import merge_files, working_folder
-from tu_symmetry.files import FileError
+from tu_symmetry.files import FileError, FolderInUseError
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -92,6 +92,10 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_share_of_the_second_network(tmp_path: Path) -> None:
     paths, out = write(tmp_path, 2), tmp_path / "merged.safetensors"
+    assert merge(paths, out, "--alpha", "0.3") == 0
+    found = expected(2, weights=[0.7, 0.3]).state
+    for name, tensor in tus.load_state(out).items():
+        torch.testing.assert_close(tensor, found[name])
     assert merge(paths, out, "--alpha", "0.25", "--reference", "none") == 0
     one, two = states(2)
     torch.testing.assert_close(tus.load_state(out)["0.weight"], torch.lerp(one["0.weight"], two["0.weight"], 0.25))
@@ -108,8 +112,8 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
         (paths, out, ["--alpha", "0.3"], "there are 3: use --weights"),
         (paths[:2], out, ["--alpha", "2"], "between 0 and 1"),
         (paths[:2], out, ["--alpha", "x"], "no number"),
+        (paths[:2], out, ["--only", "9.*"], "no permutation group"),
         (paths, out, ["--weights", "1", "2"], "3 finite numbers"),
-        (paths, out, ["--weights", "greedy"], "no number"),
         (paths, out, ["--correction", "batchnorm"], "pass --data"),
         (paths[:1], out, [], "at least two"),
         ([tmp_path / "wide.pt", *paths], out, ["--data", f"{__name__}.loader"], "pass --dtype float64"),
@@ -130,17 +134,6 @@ class Deep(nn.Sequential):
         super().__init__(*[m for _ in range(12) for m in (nn.Linear(64, 64, bias=False), nn.Tanh())])
 
 
-def flat(outputs: Tensor, targets: Tensor) -> Tensor:
-    """A loss that finds every network as good as any other, so that all of them go into the soup."""
-    Alive.look()
-    return 0 * F.mse_loss(outputs, targets)
-
-
-def pairs() -> list[tuple[Tensor, Tensor]]:
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).half()
-    return [(x, torch.zeros_like(x))]
-
-
 class Alive:
     """The most bytes that all tensors of this process took together, as far as anybody looked."""
 
@@ -158,36 +151,23 @@ class Alive:
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_two_networks_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """The module itself has no weights."""
-    precision: torch.dtype = getattr(torch, dtype)
-    paths = [tmp_path / f"{k}.safetensors" for k in range(2)]
-    torch.manual_seed(0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_one_network_and_a_tensor_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """While safetensors files are averaged; the module itself has no weights."""
+    paths = [tmp_path / f"{k}.safetensors" for k in range(3)]
     first = Deep().state_dict()
     for k, path in enumerate(paths):
-        save_file({n: (t * (0.9 - 0.1 * k)).to(precision) for n, t in first.items()}, path)
-    network = sum(t.numel() * precision.itemsize for t in first.values())
+        save_file({n: (t * (0.9 - 0.1 * k)).to(dtype) for n, t in first.items()}, path)
+    network = sum(t.numel() * dtype.itemsize for t in first.values())
     largest = max(t.numel() for t in first.values()) * 4  # in which it is averaged
     del first
-    real, calls = merging.between, [0]
+    real, real_merge = merging.between, merging.merge
 
-    def counted(*args: Any) -> Any:
-        found = real(*args)
-        calls[0] += 1
-        if calls[0] % 11 == 0:
-            Alive.look()
-        return found
-
-    def data() -> Any:
-        return [(x.to(precision), y.to(precision)) for x, y in pairs()]
-
-    monkeypatch.setattr(merging, "between", counted)
-    monkeypatch.setattr("tu_symmetry.checkpoints.barriers.resolve", lambda name: flat if "flat" in name else data)
-    options = ["--alpha", "0.3"]
-    out = tmp_path / "merged.safetensors"
-    words = ["--model", f"{__name__}.Deep", "--input", "2,64", "--dtype", dtype, "--reference", "none"]
-    real_merge = merging.merge
+    def looking(*args: Any) -> Any:
+        Alive.look()
+        return real(*args)
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         gc.collect()
@@ -196,13 +176,12 @@ def test_two_networks_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Alive.most = 0
         return real_merge(*args, **kwargs)
 
+    monkeypatch.setattr(merging, "between", looking)
     monkeypatch.setattr("tu_symmetry.checkpoints.merge.merge", measured)
-    assert cli.main(["merge", *map(str, paths), *words, *options, "--out", str(out)]) == 0
-    assert network < Alive.most <= 2 * network + 3 * largest + 4096, f"{Alive.most / network:.1f} networks"
-
-
-class Killed(BaseException):
-    """As SIGKILL: nothing catches it."""
+    words = ["--model", f"{__name__}.Deep", "--input", "2,64", "--dtype", str(dtype).removeprefix("torch.")]
+    out = ["--reference", "none", "--out", str(tmp_path / "merged.safetensors")]
+    assert cli.main(["merge", *map(str, paths), *words, *out]) == 0
+    assert network / 2 < Alive.most <= network + 3 * largest + 4096, f"{Alive.most / network:.1f} networks"
 
 
 @pytest.mark.parametrize("more", [[], ["--correction", "batchnorm", "--points", "4"]])
@@ -211,47 +190,37 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
     data = ["--data", f"{__name__}.loader"] if more else []
     assert merge(paths, whole, *data, *more) == 0
     expected = tree(tmp_path)
-    real = matching.weight_matching
-    left, matched = [2], []
-
-    def mortal(*args: Any, **kwargs: Any) -> Any:
-        if not left[0]:
-            raise Killed
-        left[0] -= 1
-        matched.append(args)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(matching, "weight_matching", mortal)
+    left = counted(monkeypatch, matching, "weight_matching")
+    left.calls = 2
     with pytest.raises(Killed):
         merge(paths, out, *data, *more)
     state = tmp_path / "merged.merging"
-    assert not out.exists() and (state / "permutation-2.safetensors").is_file()
-    left[0] = 10
+    assert not out.exists() and len(list(state.glob("*.safetensors"))) == 2 + 4 * bool(more)
+    left.calls = 10
     assert merge(paths, out, *data, *more) == 0
-    assert len(matched) == 3, "a network was matched twice"
+    assert left.used == 3, "a network was matched twice"
     assert not state.exists()
     found = {name: content for name, content in tree(tmp_path).items() if name.startswith("merged.")}
-    assert found == {
-        name.replace("whole.", "merged."): expected[name] for name in expected if name.startswith("whole.")
-    }
+    assert found == {n.replace("whole.", "merged."): c for n, c in expected.items() if n.startswith("whole.")}
 
 
 def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
-    folder = tmp_path / "merged.merging"
+    paths, out, folder = write(tmp_path, 3), tmp_path / "merged.safetensors", tmp_path / "merged.merging"
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
         kept["permutation/1"] = {"0": torch.arange(8)}
+        raise KeyboardInterrupt
+    path = next(folder.glob("*.safetensors"))
+    with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
         kept["scores/0"] = {"loss": 0.1}
+        with pytest.raises(FolderInUseError), working_folder(folder, "one"):
+            pass
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
         assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["permutation/1"]["0"], torch.arange(8))
-        with pytest.raises(FileError, match="in use"), working_folder(folder, "one"):
-            pass
         raise KeyboardInterrupt
-    path = folder / "permutation-1.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
-    with pytest.raises(FileError, match="deleting it has it found again"), working_folder(folder, "one") as kept:
-        _ = kept["permutation/1"]
+    with pytest.raises(FileError, match="deleting it has it found again"), working_folder(folder, "one"):
+        pass
     path.unlink()
     with pytest.raises(KeyError), working_folder(folder, "another") as kept:
         _ = kept["scores/0"]
@@ -278,49 +247,32 @@ def test_points_and_partial_alignment(tmp_path: Path) -> None:
         assert line["losses"] == pytest.approx(path.losses, rel=1e-4) and len(line["ratios"]) == 5
     torch.testing.assert_close(tus.load_state(out)["0.weight"], (one["0.weight"] + two["0.weight"]) / 2)
     assert "Largest excess over the lines" in out.with_name("merged.report.md").read_text()
-    assert merge(paths, out, "--only", "9.*") == 2
 
 
 def test_a_merge_that_is_killed_at_any_write_goes_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed in front of each rename, and behind it, as by SIGKILL: from then on nothing changes on the disk."""
+    """From a rename on nothing changes on the disk any more, as after SIGKILL."""
     monkeypatch.setattr("tu_symmetry.checkpoints.merge._give_back", lambda **_: None)  # takes most of the time
-    torch.manual_seed(0)
     model = Net()
     graph = tus.discover_symmetries(model, torch.randn(2, 4))
     (tmp_path / "in").mkdir()
     paths = write(tmp_path / "in", 3)
     options: dict[str, Any] = {"data": load_data(f"{__name__}.loader", [], 40, torch.float32), "prefix": "model."}
-    options |= {"correction": "batchnorm"}
-    real, left, behind = os.replace, [0], [False]
 
-    def mortal(*names: Any) -> None:
-        left[0] -= 1
-        if left[0] > 0 or (left[0] == 0 and behind[0]) or left[0] < -1000:
-            real(*names)
-        if -1000 < left[0] <= 0:
-            raise Killed
+    def run(name: str) -> dict[str, bytes]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        merge_files(graph, paths, tmp_path / name / "m.safetensors", model, correction="batchnorm", **options)
+        return tree(tmp_path / name)
 
-    def run(folder: Path, moment: int) -> dict[str, bytes]:
-        """What is there after a run that is killed at its renames from ``moment`` on, and one that is not."""
-        folder.mkdir()
-        for life in (moment, -2000):
-            left[0] = life
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "replace", mortal)
-                for place, name in ((Path, "unlink"), (os, "rmdir"), (os, "unlink")) if life > 0 else ():
-                    alive = getattr(place, name)
-                    patch.setattr(place, name, lambda *a, alive=alive, **k: alive(*a, **k) if left[0] > 0 else None)
-                try:
-                    merge_files(graph, paths, folder / "m.safetensors", model, **options)
-                    assert life < 0, "it was to be killed"
-                except Killed:
-                    assert life > 0
-        return tree(folder)
-
-    (tmp_path / "alone").mkdir()
-    merge_files(graph, paths, tmp_path / "alone" / "m.safetensors", model, **options)
-    expected = tree(tmp_path / "alone")
+    with monkeypatch.context() as patch:
+        left = counted(patch, os, "replace")
+        expected = run("alone")
     assert set(expected) == {"m.safetensors", "m.report.md", "m.report.json"}
-    for moment in (1, 5, 9, 11):
-        for behind[0] in (False, True):
-            assert run(tmp_path / f"{moment}{behind[0]}", moment) == expected, (moment, behind[0])
+    for moment in range(left.used):
+        with monkeypatch.context() as patch:
+            mortal = counted(patch, os, "replace")
+            mortal.calls = moment
+            for place, name in ((Path, "unlink"), (os, "rmdir"), (os, "unlink")):
+                patch.setattr(place, name, mortal.while_alive(getattr(place, name)))
+            with pytest.raises(Killed):
+                run(str(moment))
+        assert run(str(moment)) == expected, moment

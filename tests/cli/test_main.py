@@ -7,6 +7,7 @@ import gzip
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +16,29 @@ import torch
 import yaml
 
 from tu_symmetry import cli
-from tu_symmetry.cli.ends import Handler
 
 ROOT = Path(__file__).parents[2]
 FIT = ROOT / "recipes" / "lightning" / "mnist_ensemble_rebasin.yaml"
 
 
+def ended(words: Sequence[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """What a command that exits prints, on standard output or, if it fails, on standard error."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", sys.argv)  # LightningCLI leaves its own
+        cli.main(words)
+    shown = capsys.readouterr()
+    assert end.value.code == code
+    return shown.err if code else shown.out
+
+
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main(["--help"])
-    assert end.value.code == 0
-    text = capsys.readouterr().out
-    for name in ("table", "fit", "validate", "test", "predict"):
-        assert f"  {name} " in text
+    text = ended(["--help"], capsys)
+    assert all(f"  {name} " in text for name in ("table", "fit", "validate", "test", "predict"))
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_every_command_has_help_with_its_arguments_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        cli.main([name, "--help"])
-    assert end.value.code == 0
-    assert f"usage: tu-symmetry {name}" in capsys.readouterr().out
+    assert f"usage: tu-symmetry {name}" in ended([name, "--help"], capsys)
     parser = argparse.ArgumentParser()
     cli.COMMANDS[name][1](parser)
     assert parser.description and all(action.help for action in parser._actions)
@@ -54,44 +57,9 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_subcommand_is_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice(parser: argparse.ArgumentParser) -> Handler:
-        parser.add_argument("number", type=int)
-        return lambda arguments: 2 * arguments.number
-
-    monkeypatch.setitem(cli.COMMANDS, "twice", ("print a number twice", twice))
-    assert cli.main(["twice", "21"]) == 42
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["table", "nowhere"], "nowhere is no recipe folder"),
-        (
-            ["table", str(ROOT / "recipes/compact_posterior/transpositions"), "--set", "nowhere.epoch=3"],
-            "write NAME.FLAG=VALUE",
-        ),
-    ],
-)
-def test_errors_are_one_line_and_a_status(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-def lightning(*words: str) -> None:
-    """Hand words to LightningCLI, with the program's own arguments put back afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", sys.argv)
-        cli.main(words)
-
-
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     """The configuration that LightningCLI understands."""
-    with pytest.raises(SystemExit) as end:
-        lightning(*words, "--print_config")
-    assert end.value.code == 0
-    config = yaml.safe_load(capsys.readouterr().out)
+    config = yaml.safe_load(ended([*words, "--print_config"], capsys))
     assert isinstance(config, dict)
     return config
 
@@ -132,10 +100,7 @@ def test_another_routine_is_named_as_lightning_names_classes(capsys: pytest.Capt
     ],
 )
 def test_help_of_fit_shows_its_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        lightning("fit", *words)
-    assert end.value.code == 0
-    assert message in capsys.readouterr().out
+    assert message in ended(["fit", *words], capsys)
 
 
 @pytest.mark.parametrize(
@@ -149,17 +114,8 @@ def test_help_of_fit_shows_its_options(words: list[str], message: str, capsys: p
 def test_mistakes_in_lightnings_arguments_end_with_its_usage(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end:
-        lightning("fit", *words)
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+    error = ended(["fit", *words], capsys, code=2)
     assert message in error and "Traceback" not in error
-
-
-def test_unknown_arguments_of_table_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["table", "somewhere", "--frsh"])
-    assert "--frsh" in capsys.readouterr().err
 
 
 def write_idx(path: Path, tensor: torch.Tensor) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from laplace_oracles import agree, data, randomize
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.storage import LaplaceFileError
@@ -116,12 +116,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(LaplaceFileError, match="truncated"):
             LinearizedLaplace.load(path, cnn())
-    save_file({"weight": torch.zeros(2)}, path)
+    write_safetensors(path, {"weight": torch.zeros(2)})
     with pytest.raises(LaplaceFileError, match="holds no Laplace"):
         LinearizedLaplace.load(path, cnn())
-    save_file(
-        {"weight": torch.zeros(2)}, path, {"laplace": json.dumps({"format": "tu_symmetry.laplace", "version": 9})}
-    )
+    newer = {"laplace": json.dumps({"format": "tu_symmetry.laplace", "version": 9})}
+    write_safetensors(path, {"weight": torch.zeros(2)}, newer)
     with pytest.raises(LaplaceFileError, match="9"):
         LinearizedLaplace.load(path, cnn())
 

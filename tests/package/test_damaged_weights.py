@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import tu_symmetry as tus
-from tu_symmetry.checkpoints.files import find_checkpoints, read_state
+from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.checkpoints.files import find_checkpoints
 from tu_symmetry.files import FileError, write_safetensors
 from tu_symmetry.sources import shards_of
 from tu_symmetry.states import SampleFileError, open_state
@@ -98,10 +99,6 @@ def test_tied_and_expanded_tensors_of_ordinary_networks_are_read(tmp_path: Path)
     assert all(torch.equal(t, state[n]) for n, t in found.items())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Headers
-
-
 HEADERS: dict[str, Any] = {
     "an infinite size": {"a": {"dtype": "F32", "shape": [1e400], "data_offsets": [0, 4]}},
     "a fraction": {"a": {"dtype": "F32", "shape": [1.5], "data_offsets": [0, 4]}},
@@ -112,6 +109,9 @@ HEADERS: dict[str, Any] = {
     "a huge size": {"a": {"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]}},
     "sizes that no tensor has": {"a": {"dtype": "F32", "shape": [0, 2**62, 4], "data_offsets": [0, 0]}},
     "no list": {"a": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}},
+    "tensors that overlap": {n: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for n in "ab"},
+    "another size than its shape": {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+    "a gap": {"a": {"dtype": "F32", "shape": [0], "data_offsets": [4, 4]}},
     "nothing": {"a": None},
     "a list": [],
     "modules that are a list": {"__metadata__": {"tu_symmetry.modules": "[1]"}},
@@ -130,17 +130,13 @@ def test_what_no_header_holds_is_damage(name: str, tmp_path: Path) -> None:
             read(path)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Indices
-
-
 def index(folder: Path, content: Any) -> Path:
     path = folder / "model.safetensors.index.json"
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return path
 
 
-OUTSIDE = [
+NAMES = [
     "../outside.safetensors",
     "sub/../../outside.safetensors",
     "..\\outside.safetensors",
@@ -149,8 +145,6 @@ OUTSIDE = [
     "C:outside.safetensors",
     "\\\\server\\share\\outside.safetensors",
     "/outside.safetensors",
-]
-NO_FILES = [
     "",
     ".",
     "sub",
@@ -162,7 +156,7 @@ NO_FILES = [
 ]
 
 
-@pytest.mark.parametrize("name", [*OUTSIDE, *NO_FILES])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "network"
     (folder / "sub").mkdir(parents=True)
@@ -170,7 +164,7 @@ def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> 
     (folder / "text.txt").write_text("x")
     name = str(tmp_path / "outside.safetensors") if name == "ABSOLUTE" else name
     path = index(folder, {"weight_map": {"a.weight": name, "a.bias": name}})
-    for read in (tus.load_state, open_state, lambda p: read_state(p, "")):
+    for read in (tus.load_state, open_state, lambda p: StateSource([p])[0]):
         with pytest.raises((SampleFileError, FileError), match="which is no file of weights"):
             read(path)
 

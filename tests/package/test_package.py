@@ -34,9 +34,6 @@ def test_import_loads_nothing_heavy() -> None:
 def test_public_names_resolve_and_are_documented() -> None:
     assert not [name for name, value in public.names() if not value.__doc__]
     assert set(tu_symmetry.__all__) <= set(dir(tu_symmetry))
-
-
-def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="attribute discover_symetries"):
         _ = tu_symmetry.discover_symetries
 
@@ -85,9 +82,4 @@ def test_version_is_that_of_the_distribution() -> None:
         installed = importlib.metadata.version("tu-symmetry")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("runs from a checkout that is not installed")
-    assert tu_symmetry.__version__ == installed
-
-
-def test_package_is_typed() -> None:
-    assert tu_symmetry.__file__ is not None
-    assert Path(tu_symmetry.__file__).with_name("py.typed").is_file()
+    assert tu_symmetry.__version__ == installed and (PACKAGE / "py.typed").is_file()

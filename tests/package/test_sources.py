@@ -1,4 +1,4 @@
-"""From where weights are: folders, cut files, Hugging Face and timm, with huggingface_hub replaced by a folder."""
+"""From where weights are: folders, cut files and Hugging Face, with huggingface_hub replaced by a folder."""
 
 from __future__ import annotations
 
@@ -123,18 +123,3 @@ def test_what_is_out_of_reach_says_what_to_download(hub: Hub) -> None:
     said = str(caught.value)
     assert "ConnectionError: [Errno -2] Name or service not known)" in said and "much more" not in said
     assert "`hf download owner/other --repo-type dataset --revision v2 --include 'a/last.ckpt' --local-dir" in said
-
-
-def test_pretrained_tags_of_timm(hub: Hub) -> None:
-    repo = hub.root / "model" / "timm" / "resnet18.a1_in1k"
-    repo.mkdir(parents=True)
-    save_file(weights(4), repo / "model.safetensors")
-    same(tus.load_state("timm://resnet18.a1_in1k"), weights(4))
-    assert hub.calls[-1]["repo"] == "timm/resnet18.a1_in1k"
-    for source, message in (
-        ("timm://resnet18.nothing", r"no weights 'resnet18.nothing'; tags of this network are .*resnet18.a1_in1k"),
-        ("timm://resnet1", "timm has no network 'resnet1'"),
-        ("timm://resnet34.a1_in1k", r"`hf download timm/resnet34.a1_in1k --include 'model.safetensors'"),
-    ):
-        with pytest.raises(SampleFileError, match=message):
-            tus.load_state(source)

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.compact import CompactEnsemble, CompactPosterior, prune
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, SymmetryError, stack_states
@@ -212,7 +212,7 @@ def test_files_that_do_not_belong(members: list[dict[str, Tensor]], graph: Symme
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(SampleFileError, match=r"q\.safetensors is truncated"):
         CompactPosterior.load(path)
-    save_file({"w": torch.zeros(2)}, path)
+    write_safetensors(path, {"w": torch.zeros(2)})
     before = path.read_bytes()
     with pytest.raises(SampleFileError, match="holds no compact posterior"):
         CompactPosterior.load(path)

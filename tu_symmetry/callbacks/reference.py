@@ -16,7 +16,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers.abstract import WrapperMetric
 
-from tu_symmetry.files import read_safetensors, replacing, write_safetensors
+from tu_symmetry.files import TensorFile, replacing, write_safetensors
 from tu_symmetry.metrics.means import PredictiveAgreement, PredictiveTotalVariation
 from tu_symmetry.routines.predictive import PredictiveRoutine
 
@@ -216,7 +216,7 @@ def load_predictive(path: Path, key: str = "probs") -> Tensor:
             with np.load(path, allow_pickle=False) as archive:
                 content = {name: torch.from_numpy(archive[name]) for name in archive.files}
         else:
-            content = read_safetensors(path, warn=False)[0]  # of any program
+            content = dict(TensorFile(path))  # of any program
     except (zipfile.BadZipFile, zlib.error, ValueError, OSError, EOFError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error}); restore it") from error
     if key not in content:

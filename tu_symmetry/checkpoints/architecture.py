@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
+from tu_symmetry.sources import SUFFIXES
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.tracing import batch_axis_missing
 from tu_symmetry.symmetry.verification import verify_symmetries
 
-_CHECKPOINTS = (".ckpt", ".pt", ".pth", ".safetensors", ".bin")
 _ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision
 
 
@@ -30,40 +31,31 @@ class ArchitectureError(ValueError):
 
 @dataclass(frozen=True)
 class Architecture:
-    """What was typed about a network.
-
-    Attributes:
-        model: dotted name of a class or function that returns a module (``torchvision.models.resnet50``).
-        inputs: one ``1,3,224,224`` or ``1,16:long`` for each positional argument of ``forward``.
-        init: ``KEY=VALUE`` arguments of ``model``.
-        kwargs: ``KEY=VALUE`` keyword arguments of ``forward``; a value like ``1,16:bool`` is a tensor.
-        dtype: precision of the module and of its floating-point inputs.
-    """
+    """What was typed about a network; see the help of ``tu-symmetry inspect``."""
 
     model: str
-    inputs: tuple[str, ...]
-    init: tuple[str, ...] = ()
-    kwargs: tuple[str, ...] = ()
-    dtype: str = "float32"
-    _generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), repr=False)
+    inputs: Sequence[str]
+    init: Sequence[str] = ()
+    kwargs: Sequence[str] = ()
+    dtype: torch.dtype = torch.float32
+
+    def build(self) -> nn.Module:
+        """The module, with random weights; ``weights=None`` is passed to what takes ``weights``."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
+            return _build(self.model, self.init).to(self.dtype)
 
     def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
-        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long.
-
-        Raises:
-            ArchitectureError: the module cannot be built or called.
-            SymmetryError: it cannot be traced, or a symmetry does not hold.
-        """
-        dtype = parse_precision(self.dtype)
-        with step(console, f"building {self.model}"), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
-            module = build_module(self.model, self.init).to(dtype).eval()
-        inputs = tuple(parse_input(text, dtype, self._generator) for text in self.inputs)
+        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long."""
+        with step(console, f"building {self.model}"):
+            module = self.build().eval()
+        generator = torch.Generator().manual_seed(0)
+        inputs = tuple(parse_input(text, self.dtype, generator) for text in self.inputs)
         shaped = [text for text in self.kwargs if ":" in text.partition("=")[2]]
         kwargs = parse_assignments([text for text in self.kwargs if text not in shaped], "--kwargs")
         for text in shaped:
             key, _, value = text.partition("=")
-            kwargs[key] = parse_input(value, dtype, self._generator)
+            kwargs[key] = parse_input(value, self.dtype, generator)
         with step(console, "running it once"):
             self._run(module, inputs, kwargs)
         return discovered(console, module, inputs, kwargs, verify=verify)
@@ -99,14 +91,9 @@ def discovered(
     return graph
 
 
-def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
-    """Call a class or function by its dotted name; ``weights=None`` is passed if it takes ``weights``.
-
-    Raises:
-        ArchitectureError: no such name, or what it returns is no module.
-    """
+def _build(dotted: str, init: Sequence[str]) -> nn.Module:
     arguments = parse_assignments(init, "--init")
-    if Path(dotted).is_file() or dotted.endswith(_CHECKPOINTS):
+    if Path(dotted).is_file() or dotted.endswith(SUFFIXES):
         raise ArchitectureError(
             f"{dotted} is a checkpoint, and a checkpoint is no architecture: it holds weights, not what computes with "
             "them. --model takes the dotted name of the class or function that builds the network, for example "
@@ -116,17 +103,9 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
         build = resolve(dotted)
     except ConfigError as error:
         raise ArchitectureError(f"{error}; --model takes a dotted name such as torchvision.models.resnet50") from error
-    if isinstance(build, nn.Module):
-        if arguments:
-            raise ArchitectureError(f"{dotted} is a module already, so --init has nothing to act on")
-        return build
-    if not callable(build):
-        raise ArchitectureError(f"{dotted} is a {type(build).__name__}, not a class or function that builds a module")
-    try:
+    with suppress(ValueError, TypeError):  # builtins have no signature
         if "weights" in inspect.signature(build).parameters:
             arguments.setdefault("weights", None)
-    except ValueError:  # builtins have no signature
-        pass
     try:
         module = build(**arguments)
     except Exception as error:
@@ -142,39 +121,32 @@ def build_module(dotted: str, init: Sequence[str] = ()) -> nn.Module:
 def weightless(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """The same module, whose real weights take no memory any more: all of them are zero, and cannot be written to.
 
-    For a module that runs with weights of files alone. Tensors that the state dict leaves out stay as they are. With a
-    ``dtype`` all floating-point tensors get it, as by ``module.to(dtype)``.
+    Tensors that the state dict leaves out stay as they are. With a ``dtype`` all floating-point tensors get it.
     """
     empty: dict[int, Tensor] = {}
     held = {id(t) for t in module.state_dict(keep_vars=True).values() if t.is_floating_point() or t.is_complex()}
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) in held and tensor.layout == torch.strided:
-                    if id(tensor) not in empty:
-                        kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                        zeros = torch.zeros((), dtype=kind, device="cpu").expand(tensor.shape)
-                        kept = isinstance(tensor, nn.Parameter)
-                        empty[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if kept else zeros
-                    tensors[name] = empty[id(tensor)]  # type: ignore[assignment]
-                elif tensor is not None and dtype is not None and tensor.is_floating_point():
-                    tensors[name] = tensor.to(dtype)  # type: ignore[assignment]
+                if tensor is None:
+                    continue
+                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                if id(tensor) not in held or tensor.layout != torch.strided:
+                    tensors[name] = tensor.to(kind)  # type: ignore[assignment]
+                    continue
+                if id(tensor) not in empty:
+                    zeros = torch.zeros((), dtype=kind, device="cpu").expand(tensor.shape)
+                    own = isinstance(tensor, nn.Parameter)
+                    empty[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if own else zeros
+                tensors[name] = empty[id(tensor)]  # type: ignore[assignment]
     return module
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """``float32``, ``long``, ``bool``, ... as a dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ArchitectureError(f"{name!r} is no dtype of torch; examples: float32, float64, long, bool")
-    return dtype
 
 
 def parse_precision(name: str) -> torch.dtype:
     """A dtype that networks can be in: ``float64``, ``float32``, ``bfloat16`` or ``float16``."""
-    dtype = parse_dtype(name)
-    if not dtype.is_floating_point or dtype.itemsize < 2:
-        raise ArchitectureError(f"{name} is no dtype of a network here; use float64, float32, bfloat16 or float16")
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ArchitectureError(f"{name!r} is no dtype of a network; use float64, float32, bfloat16 or float16")
     return dtype
 
 
@@ -189,7 +161,9 @@ def parse_input(text: str, dtype: torch.dtype, generator: torch.Generator) -> Te
         raise ArchitectureError(f"{text!r} is no shape: write positive sizes as 1,3,224,224, or 1,16:long for integers")
     if math.prod(shape) > _ELEMENTS:
         raise ArchitectureError(f"{text!r} has more than {_ELEMENTS} elements; a small batch of small inputs is enough")
-    wanted = parse_dtype(name) if name else dtype
+    wanted = getattr(torch, name, None) if name else dtype
+    if not isinstance(wanted, torch.dtype):
+        raise ArchitectureError(f"{name!r} is no dtype of torch; examples: float32, float64, long, bool")
     try:
         if wanted.is_floating_point or wanted.is_complex:
             return torch.randn(shape, generator=generator, dtype=wanted, device="cpu")
@@ -202,19 +176,11 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
 
 
-class step:
+@contextmanager
+def step(console: Console, text: str) -> Iterator[None]:
     """A spinner while something runs, then a line with its time."""
-
-    def __init__(self, console: Console, text: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.console, self.text, self.clock = console, text, clock
-
-    def __enter__(self) -> None:
-        self.started = self.clock()
-        self.status = self.console.status(f"{self.text} ...")
-        self.status.start()
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.status.stop()
-        if kind is None:
-            seconds = self.clock() - self.started
-            self.console.print(f"[green]✓[/green] {self.text} [cyan]{seconds:.1f} s[/cyan]", highlight=False)
+    started = time.perf_counter()
+    with console.status(f"{text} ..."):
+        yield
+    seconds = time.perf_counter() - started
+    console.print(f"[green]✓[/green] {text} [cyan]{seconds:.1f} s[/cyan]", highlight=False)

@@ -1,54 +1,58 @@
 """One network from checkpoint files: aligned, averaged, its statistics corrected, written with a report.
 
-Two networks are in memory at a time. While it works, the folder ``NAME.merging`` beside the result holds the
-permutations and scores found so far: the same command goes further after an interruption, and takes the folder away
-when it is done. The merged file holds the tensors under the architecture's own names, and in its
-head what was merged: file names and digests, weights, options. Beside it, ``NAME.report.md`` and ``NAME.report.json``
-say how many transpositions each network took and, with data, what each step is worth.
+While it works, the folder ``NAME.merging`` beside the result holds the permutations and scores found so far: after an
+interruption the same command goes further. ``NAME.report.md`` and ``NAME.report.json`` say what each step is worth.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tu_symmetry.alignment.align import Reference
 from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.repair import Correction
-from tu_symmetry.checkpoints.barriers import BarrierData, BarrierOptions, check_loss
+from tu_symmetry.checkpoints.barriers import CROSS_ENTROPY, BarrierData, check_loss
 from tu_symmetry.checkpoints.files import (
-    PIECE,
     Checkpoint,
-    Kept,
     Track,
     check_checkpoints,
-    clear_left,
     load_checkpoint,
-    locked,
-    output_names,
+    owned_header,
     refuse_foreign,
     sha256,
     silent,
     write_owned,
 )
 from tu_symmetry.evaluation import accuracy
-from tu_symmetry.files import FileError, clear_scratch, remove_folder, without_nan, write_json, write_text
+from tu_symmetry.files import (
+    LOCK,
+    SCRATCH,
+    FileError,
+    clear_scratch,
+    digest_of,
+    lock_folder,
+    read_tensors,
+    remove_folder,
+    without_nan,
+    write_json,
+    write_text,
+)
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
-_OWN = re.compile(rf"{PIECE.pattern}|\.lock|\..*\.tmp")  # also what a killed process leaves
 STEPS = {"naive": "averaged as they are", "aligned": "aligned and averaged", "corrected": "statistics corrected"}
 
 
@@ -59,7 +63,7 @@ def merge_files(
     model: nn.Module,
     *,
     data: BarrierData | None = None,
-    loss: str = "torch.nn.functional.cross_entropy",
+    loss: str = CROSS_ENTROPY,
     weights: Weights = "equal",
     correction: Correction = "none",
     reference: Reference | Path | None = "first",
@@ -73,12 +77,6 @@ def merge_files(
 
     What is used of the graph is verified here (nothing, where networks are merged as they are). An ``out`` that an
     earlier run wrote is replaced. ``data`` and ``loss``, a dotted name, are for statistics and scores.
-
-    Raises:
-        SymmetryError: a permuted network's outputs changed by more than rounding explains; nothing is written.
-        FileError: fewer than two files, files that cannot be used, or something in the place of a result that this
-            function has not written, or reads.
-        ValueError: arguments that do not fit together, data on which a loss or a statistic is NaN.
     """
     if out.suffix != ".safetensors" or out.is_dir():
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
@@ -90,7 +88,7 @@ def merge_files(
     working = out.with_name(f"{out.stem}.merging")
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
     refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, others=[working])
-    function = None if data is None else check_loss(model, data, BarrierOptions(loss=loss, corrections=(correction,)))
+    function = None if data is None else check_loss(model, data, loss, [correction])
     graph = permutations_alone(graph, only)
     _give_back()
     if reference is not None:
@@ -98,7 +96,7 @@ def merge_files(
             graph.require_verified()
             tracker.update(1)
         _give_back()
-    files = check_checkpoints(graph, checkpoints, output_names(checkpoints), prefix, track)
+    files = check_checkpoints(graph, checkpoints, prefix, track)
     if data is not None:
         _check_precision(model, load_checkpoint(graph, files[0].path, prefix), files[0].path)
     anchor = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
@@ -109,12 +107,14 @@ def merge_files(
         "options": [prefix, solver, list(only), correction, loss],
         "data": None if data is None else data.digest,
     }
+    classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
+    metrics: dict[str, Any] = {"accuracy": accuracy} if classes else {}
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         working_folder(working, made_of) as kept,
         track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker,
     ):
-        clear_left([out], dict.fromkeys(reports, MARK))
+        clear_scratch(out.parent, of={path.name for path in (out, *reports, working)})
         done = 0
 
         def show(at: dict[str, Any]) -> None:
@@ -134,22 +134,21 @@ def merge_files(
             solver=solver,
             only=only,
             loss=function,
-            metrics=_metrics(data, loss),
+            metrics=metrics,
             validation=None if data is None else data.evaluation,
             points=points,
             resume=kept,
             progress=show,
         )
-        _write(out, reports, merged, files, reference, data, loss)
+        report = _report(merged, files, reference, data, loss)
+        write_owned(out, merged.state, {"merged": report})
+        write_json(reports[1], {"what": MARK, **report})
+        write_text(reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files]).markdown()}\n")
     return merged
 
 
 def _give_back(*, collect: bool = True) -> None:
-    """Return memory that is free to the system.
-
-    The C library of Linux keeps what is freed in small pieces: after the symmetries of SDXL were found that was 5 GB,
-    as much as one of the networks that are to be read next.
-    """
+    """Return memory that is free to the system, which the C library of Linux keeps: for SDXL as much as a network."""
     if collect:
         gc.collect()
     if sys.platform == "linux":
@@ -158,72 +157,88 @@ def _give_back(*, collect: bool = True) -> None:
             trim(0)
 
 
-def _write(
-    out: Path,
-    reports: Sequence[Path],
-    merged: Merged,
-    files: Sequence[Checkpoint],
-    reference: Reference | Path | None,
-    data: BarrierData | None,
-    loss: str,
-) -> None:
-    """Write the merged network, and last of all what says that it is whole."""
-    report = {
-        "files": [{"path": str(f.path), "sha256": f.sha256} for f in files],
-        "weights": merged.weights,
-        "reference": str(reference),
-        "correction": merged.correction,
-        "transpositions": merged.transpositions,
-        "data": None if data is None else {"name": data.name, "num_samples": data.num_samples, "loss": loss},
-        "members": merged.members,
-        "scores": merged.scores,
-        "barriers": merged.barriers,
-        "lines": {
-            step: [{"barrier": one.barrier, "ratios": one.ratios, "losses": one.losses} for one in found]
-            for step, found in merged.lines.items()
-        },
-    }
-    report = without_nan(report)
-    write_owned(out, merged.state, {"merged": report})
-    write_json(reports[1], {"what": MARK, **report})
-    grid = merge_grid(merged, [f.path for f in files])
-    write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
+def _report(
+    merged: Merged, files: Sequence[Checkpoint], reference: Reference | Path | None, data: BarrierData | None, loss: str
+) -> dict[str, Any]:
+    """What ``NAME.report.json`` and the head of the merged file say."""
+    report: dict[str, Any] = without_nan(
+        {
+            "files": [{"path": str(f.path), "sha256": f.sha256} for f in files],
+            "weights": merged.weights,
+            "reference": str(reference),
+            "correction": merged.correction,
+            "transpositions": merged.transpositions,
+            "data": None if data is None else {"name": data.name, "num_samples": data.num_samples, "loss": loss},
+            "members": merged.members,
+            "scores": merged.scores,
+            "barriers": merged.barriers,
+            "lines": {
+                step: [{"barrier": one.barrier, "ratios": one.ratios, "losses": one.losses} for one in found]
+                for step, found in merged.lines.items()
+            },
+        }
+    )
+    return report
+
+
+class Kept(dict[str, Any]):
+    """What a merge has found so far, tensors or numbers by name, each piece in a sealed file that says what it is.
+
+    Args:
+        folder: the folder of the pieces.
+        made_of: all that they depend on; pieces of anything else count as not there.
+    """
+
+    def __init__(self, folder: Path, made_of: Any) -> None:
+        super().__init__()
+        self.folder, self.made_of = folder, digest_of(made_of)
+        for path in sorted(folder.glob("*.safetensors")):
+            header = owned_header(path) or {}
+            try:
+                held = read_tensors(path)
+            except FileError as error:
+                raise FileError(f"{error} (deleting it has it found again)") from error
+            if header.get("made_of") == self.made_of:
+                found = {name: held[name] for name in header["names"]}  # in the order in which they came
+                super().__setitem__(header["key"], {n: t if t.ndim else t.item() for n, t in found.items()})
+
+    def __setitem__(self, key: str, value: Mapping[str, Tensor | float]) -> None:
+        tensors = {n: t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64) for n, t in value.items()}
+        header = {"key": key, "made_of": self.made_of, "names": list(value)}
+        write_owned(self.folder / f"{digest_of(key)}.safetensors", tensors, header)
+        super().__setitem__(key, value)
 
 
 @contextmanager
 def working_folder(folder: Path, made_of: Any) -> Iterator[Kept]:
-    """What a merge keeps while it works, in a locked folder, which goes when the block ends without an error.
-
-    Raises:
-        FileError: another run works there, or the folder is of something else.
-    """
-    if folder.exists() and not (folder.is_dir() and all(_OWN.fullmatch(p.name) for p in folder.iterdir())):
+    """What a merge keeps while it works, in a locked folder, which goes when the block ends without an error."""
+    if folder.exists() and not (folder.is_dir() and all(map(_own, folder.iterdir()))):
         raise FileError(f"{folder} was not written by this command; move it away or choose another --out")
     folder.mkdir(exist_ok=True)
-    kept = Kept(folder, lambda key: made_of)
-    with locked(folder):
-        clear_scratch(folder.parent, of={folder.name})
+    with lock_folder(folder):
         clear_scratch(folder)
+        kept = Kept(folder, made_of)
         try:
             yield kept
         except BaseException:
-            if not len(kept):  # it failed before anything was found
+            if not kept:  # it failed before anything was found
                 remove_folder(folder)
             raise
         remove_folder(folder)
 
 
+def _own(path: Path) -> bool:
+    """Whether a file of a working folder is of this command, or was left by a process that was killed there."""
+    return path.name == LOCK or SCRATCH.fullmatch(path.name) is not None or owned_header(path) is not None
+
+
 def _check_precision(model: nn.Module, state: State, path: Path) -> None:
     """Networks are measured with their own weights on data in the precision of the module."""
-    wanted, found = (
-        {str(t.dtype).removeprefix("torch.") for t in one.values() if t.is_floating_point()}
-        for one in (model.state_dict(), state)
-    )
+    wanted = {t.dtype for t in model.state_dict().values() if t.is_floating_point()}
+    found = {t.dtype for t in state.values() if t.is_floating_point()}
     if wanted != found:
-        raise FileError(
-            f"{path} holds {', '.join(sorted(found))}, and the network and its data are {', '.join(sorted(wanted))}: "
-            f"pass --dtype {min(found, default='float32')}"
-        )
+        names, own = (", ".join(sorted(str(t).removeprefix("torch.") for t in kinds)) for kinds in (found, wanted))
+        raise FileError(f"{path} holds {names}, and the network and its data are {own}: pass --dtype {names}")
 
 
 def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
@@ -244,9 +259,3 @@ def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
         told = ", ".join(f"{value:.4f} {STEPS[step]}" for step, value in largest.items())
         caption += f". Largest excess over the lines from the first network to the others, {points} points each: {told}"
     return Grid("Merged network", header, rows, caption)
-
-
-def _metrics(data: BarrierData | None, loss: str) -> dict[str, Any]:
-    """Accuracy, where the targets are classes."""
-    classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
-    return {"accuracy": accuracy} if classes else {}

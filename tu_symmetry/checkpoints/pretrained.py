@@ -1,7 +1,7 @@
 """Networks from the ``config.json`` that diffusers writes beside their weights, with inputs that fit it.
 
-Only the class and its sizes are taken from the file: the class has to be one of diffusers' own models. Inputs are made
-for the families that people merge (UNets, autoencoders, DiT); for other networks ``--model``, ``--input`` say them.
+Only the class and its sizes are taken from the file: the class has to be one of diffusers' own models, of the families
+that people merge (UNets, autoencoders, DiT).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from tu_symmetry.checkpoints.architecture import ArchitectureError, discovered, parse_precision, step, weightless
+from tu_symmetry.checkpoints.architecture import ArchitectureError, discovered, step, weightless
 from tu_symmetry.files import FileError, read_json
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -26,25 +26,15 @@ _BATCH, _TOKENS = 2, 5
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A network that a ``config.json`` describes.
-
-    Attributes:
-        path: the path of the file.
-        config: what it says.
-        dtype: precision of the module and its inputs.
-    """
+    """A network that a ``config.json`` describes: the file's path, what it says, the precision of the module."""
 
     path: Path
     config: dict[str, Any]
-    dtype: str = "float32"
+    dtype: torch.dtype = torch.float32
 
     @classmethod
-    def beside(cls, weights: Path, *, dtype: str = "float32") -> Pretrained:
-        """From the folder of a file of weights.
-
-        Raises:
-            ArchitectureError: no such file, or none of diffusers.
-        """
+    def beside(cls, weights: Path, *, dtype: torch.dtype = torch.float32) -> Pretrained:
+        """From the folder of a file of weights."""
         path = weights.parent / "config.json"
         hint = "say what the network is with --model and --input"
         if not path.is_file():
@@ -53,23 +43,17 @@ class Pretrained:
             config = read_json(path)[0]
         except FileError as error:
             raise ArchitectureError(f"{error}: {hint}") from error
-        if not isinstance(config.get("_class_name"), str):
+        name = config.get("_class_name")
+        if not isinstance(name, str):
             raise ArchitectureError(f"{path} was not written by diffusers (it has no _class_name): {hint}")
-        if config["_class_name"] not in _INPUTS:
+        if name not in _INPUTS:
             raise ArchitectureError(
-                f"{path} is of a {config['_class_name']}, and inputs are made for {', '.join(_INPUTS)} alone: {hint}"
+                f"{path} is of a {name}, and inputs are made for {', '.join(_INPUTS)} alone: {hint}"
             )
         return cls(path, config, dtype)
 
     def build(self) -> nn.Module:
-        """The module, in evaluation mode, without values for its weights and without memory for them.
-
-        Weights are made on the meta device one by one and replaced by :func:`.weightless` ones, so that a network of
-        any size costs nothing; the global random state stays.
-
-        Raises:
-            ArchitectureError: diffusers is not installed, or the configuration does not fit its version.
-        """
+        """The module, in evaluation mode; its weights have no values and take no memory, whatever its size."""
         try:
             import diffusers
         except ImportError as error:
@@ -82,32 +66,24 @@ class Pretrained:
             raise ArchitectureError(
                 f"diffusers {diffusers.__version__} makes no {name} of {self.path}: {type(error).__name__}: {error}"
             ) from error
-        return weightless(module, parse_precision(self.dtype)).eval()
+        return weightless(module, self.dtype).eval()
 
     def inputs(self) -> Inputs:
         """Random positional and keyword arguments of ``forward``, as small as the network takes them."""
         generator = torch.Generator().manual_seed(0)
-        dtype = parse_precision(self.dtype)
 
         def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+            return torch.randn(shape, generator=generator, dtype=self.dtype, device="cpu")
 
         try:
             return _INPUTS[self.config["_class_name"]](self.config, noise)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            if isinstance(error, ArchitectureError):
-                raise
+        except (KeyError, TypeError, RuntimeError) as error:
             raise ArchitectureError(
                 f"{self.path} does not say what inputs the network takes ({error!r}): say it with --model and --input"
             ) from error
 
     def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
-        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long.
-
-        Raises:
-            ArchitectureError: it cannot be built.
-            SymmetryError: it cannot be traced, or a symmetry does not hold.
-        """
+        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long."""
         with step(console, f"building {self.config['_class_name']} from {self.path}"):
             module = self.build()
         args, kwargs = self.inputs()
@@ -132,30 +108,21 @@ def _on_meta() -> Iterator[None]:
 
 
 def _unet(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
-    """A UNet with conditions: noisy latents, times, embedded text, and what SDXL adds."""
-    for key in ("encoder_hid_dim_type", "time_cond_proj_dim"):
-        if config.get(key) is not None:
-            raise ArchitectureError(
-                f"this UNet takes inputs of {key}={config[key]!r}: say them with --model and --input"
-            )
-    size = 2 ** len(config["down_block_types"])
-    width = config.get("encoder_hid_dim") or config.get("cross_attention_dim") or 1280
-    width = width[0] if isinstance(width, (list, tuple)) else width
-    times = torch.tensor([7, 423], device="cpu")
-    args = (noise(_BATCH, config["in_channels"], size, size), times, noise(_BATCH, _TOKENS, width))
-    kwargs: dict[str, Any] = {}
-    if config.get("class_embed_type") == "projection":
-        kwargs["class_labels"] = noise(_BATCH, config["projection_class_embeddings_input_dim"])
-    elif config.get("num_class_embeds") or config.get("class_embed_type"):
-        kwargs["class_labels"] = torch.tensor([0, 1], device="cpu")
+    """Noisy latents, times, embedded text, and the sizes and pooled text that SDXL adds."""
     added = config.get("addition_embed_type")
-    if added == "text_time":
-        text = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
-        sizes = 512 + 256 * noise(_BATCH, 6)
-        kwargs["added_cond_kwargs"] = {"text_embeds": noise(_BATCH, text), "time_ids": sizes}
-    elif added not in (None, "text"):
-        raise ArchitectureError(f"this UNet takes inputs of addition_embed_type={added!r}: say them with --input")
-    return args, kwargs
+    plain = ("encoder_hid_dim_type", "time_cond_proj_dim", "class_embed_type", "num_class_embeds")
+    odd = [name for name in plain if config.get(name) is not None]
+    if odd or added not in (None, "text_time"):
+        name = odd[0] if odd else "addition_embed_type"
+        raise ArchitectureError(f"this UNet takes inputs of {name}={config[name]!r}: say them with --model and --input")
+    size = 2 ** len(config["down_block_types"])
+    text = noise(_BATCH, _TOKENS, config.get("cross_attention_dim") or 1280)
+    args = (noise(_BATCH, config["in_channels"], size, size), torch.tensor([7, 423], device="cpu"), text)
+    if added is None:
+        return args, {}
+    pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+    sizes = 512 + 256 * noise(_BATCH, 6)
+    return args, {"added_cond_kwargs": {"text_embeds": noise(_BATCH, pooled), "time_ids": sizes}}
 
 
 def _autoencoder(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
@@ -167,11 +134,8 @@ def _autoencoder(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs
 def _dit(config: dict[str, Any], noise: Callable[..., Tensor]) -> Inputs:
     """Latents of the one size that its positions are made for, times and classes."""
     size = config["sample_size"]
-    return (
-        noise(_BATCH, config["in_channels"], size, size),
-        torch.tensor([7, 423], device="cpu"),
-        torch.tensor([0, 1], device="cpu"),
-    ), {}
+    times, classes = torch.tensor([7, 423], device="cpu"), torch.tensor([0, 1], device="cpu")
+    return (noise(_BATCH, config["in_channels"], size, size), times, classes), {}
 
 
 _INPUTS: dict[str, Callable[[dict[str, Any], Callable[..., Tensor]], Inputs]] = {

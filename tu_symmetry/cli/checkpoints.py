@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +11,21 @@ from tu_symmetry.cli.ends import Handler, fail, named, whole_number
 
 if TYPE_CHECKING:
     from tu_symmetry.alignment.merging import Weights
-    from tu_symmetry.checkpoints.align import FileAlignment
-    from tu_symmetry.checkpoints.barriers import BarrierReport
-    from tu_symmetry.reporting.progress import Display
-    from tu_symmetry.symmetry.graph import SymmetryGraph
-
+    from tu_symmetry.checkpoints.architecture import Architecture
 
 _SOURCES = (
     "Lightning checkpoints, torch state dicts or safetensors files, globs of them, folders of checkpoints or of "
-    "save_pretrained, hf://OWNER/NAME/FILE, hf://datasets/OWNER/NAME/FILE, or timm://NAME.TAG"
+    "save_pretrained, hf://OWNER/NAME/FILE, or hf://datasets/OWNER/NAME/FILE"
 )
+
+
+def _add_words(parser: argparse._ActionsContainer, name: str, **options: Any) -> None:
+    """An option that takes one word or several, and may be repeated."""
+    parser.add_argument(name, nargs="+", action="extend", default=[], **options)
+
+
+def _add_number(parser: argparse._ActionsContainer, name: str, least: int, default: int, text: str) -> None:
+    parser.add_argument(name, type=whole_number(least), default=default, help=f"{text} (default: {default})")
 
 
 def _add_architecture(parser: argparse.ArgumentParser, *, from_files: bool = False) -> None:
@@ -38,32 +42,23 @@ def _add_architecture(parser: argparse.ArgumentParser, *, from_files: bool = Fal
         metavar="SHAPE",
         action="append",
         required=not from_files,
-        default=[] if from_files else None,
         help="shape of an input, 1,3,224,224, or 1,16:long for integers; once for each positional argument of forward",
     )
-    parser.add_argument(
-        "--init", metavar="KEY=VALUE", nargs="+", action="extend", default=[], help="arguments of what builds the model"
-    )
-    parser.add_argument(
-        "--kwargs",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="keyword arguments of forward; a value like 1,16:bool is a tensor",
+    _add_words(parser, "--init", metavar="KEY=VALUE", help="arguments of what builds the model")
+    _add_words(
+        parser, "--kwargs", metavar="KEY=VALUE", help="keyword arguments of forward; a value like 1,16:bool is a tensor"
     )
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
 
 
-def _add_sources(parser: argparse.ArgumentParser, *, out: str, metavar: str, merging: bool) -> None:
-    """What `align` and `merge` both take: files, the architecture, what is aligned to, and how."""
+def _add_files(parser: argparse.ArgumentParser, *, out: str, metavar: str, merging: bool) -> argparse._ArgumentGroup:
+    """What `align` and `merge` both take; the group of options about data."""
     words = ["first", "medoid", "mean", "universe"] + ["none"] * merging
     none = "; none leaves them as they are" if merging else ""
     parser.add_argument("checkpoints", nargs="+", help=_SOURCES)
     _add_architecture(parser, from_files=merging)
-    parser.add_argument(
-        "--out", type=named("a file" if merging else "a folder"), required=True, metavar=metavar, help=out
-    )
+    place = named("a file" if merging else "a folder")
+    parser.add_argument("--out", type=place, required=True, metavar=metavar, help=out)
     parser.add_argument(
         "--reference",
         type=named(f"a file, or {', '.join(words[:-1])} or {words[-1]}"),
@@ -76,27 +71,33 @@ def _add_sources(parser: argparse.ArgumentParser, *, out: str, metavar: str, mer
     parser.add_argument(
         "--solver", choices=["frank_wolfe", "descent"], default="frank_wolfe", help="of matching (default: frank_wolfe)"
     )
-
-
-def _import_from_here() -> None:
-    """Find modules of the folder one works in, as ``python -m`` does: networks, data and losses."""
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-
-
-def _discover(arguments: argparse.Namespace, *, verify: bool = True) -> SymmetryGraph:
-    from rich.console import Console
-
-    from tu_symmetry.checkpoints.architecture import Architecture
-
-    architecture = Architecture(
-        model=arguments.model,
-        inputs=tuple(arguments.inputs),
-        init=tuple(arguments.init),
-        kwargs=tuple(arguments.kwargs),
-        dtype=arguments.dtype,
+    measured = "the scores of each step" if merging else "loss barriers and the mean network, before and after"
+    group = parser.add_argument_group("data", f"for re-estimated statistics, and for {measured}")
+    group.add_argument(
+        "--data",
+        type=named("a LightningDataModule or a function that returns a loader"),
+        metavar="NAME",
+        help="dotted name of a LightningDataModule (losses on its test data, statistics on its training data), or of a "
+        "function that returns a loader of batches (inputs, targets), or two loaders",
     )
-    return architecture.discover(Console(stderr=True), verify=verify)
+    _add_words(group, "--data-init", metavar="KEY=VALUE", help="arguments of what --data names")
+    _add_number(group, "--num-samples", 1, 2000, "of each loader, the first")
+    group.add_argument(
+        "--loss",
+        default="torch.nn.functional.cross_entropy",
+        metavar="NAME",
+        help="dotted name of a function of outputs and targets, a mean over the batch (default: cross_entropy)",
+    )
+    return group
+
+
+def _architecture(arguments: argparse.Namespace) -> Architecture:
+    from tu_symmetry.checkpoints.architecture import Architecture, parse_precision
+
+    if "" not in sys.path:  # modules of the folder one works in are found, as `python -m` does
+        sys.path.insert(0, "")
+    dtype = parse_precision(arguments.dtype)
+    return Architecture(arguments.model, arguments.inputs or (), arguments.init, arguments.kwargs, dtype)
 
 
 def inspect(parser: argparse.ArgumentParser) -> Handler:
@@ -113,17 +114,19 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
     parser.add_argument("--no-verify", dest="verify", action="store_false", help="leave out the numerical check")
 
     def run(arguments: argparse.Namespace) -> int | None:
+        from rich.console import Console
+
         from tu_symmetry.symmetry.drawing import is_drawing
 
-        _import_from_here()
-        if arguments.html and Path(arguments.html).is_dir():
-            return fail(f"--html takes the name of a file to write, and {arguments.html} is a folder")
-        if arguments.html and Path(arguments.html).is_file() and not is_drawing(Path(arguments.html).read_bytes()):
-            return fail(f"{arguments.html} was not written by this command; move it away, or choose another --html")
-        graph = _discover(arguments, verify=arguments.verify)
+        html = Path(arguments.html) if arguments.html else None
+        if html and html.is_dir():
+            return fail(f"--html takes the name of a file to write, and {html} is a folder")
+        if html and html.is_file() and not is_drawing(html.read_bytes()):
+            return fail(f"{html} was not written by this command; move it away, or choose another --html")
+        graph = _architecture(arguments).discover(Console(stderr=True), verify=arguments.verify)
         print(graph)
-        if arguments.html:
-            graph.to_html(arguments.html)
+        if html:
+            graph.to_html(html)
         return 0
 
     return run
@@ -139,42 +142,50 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
-    _add_sources(parser, out="folder of the aligned files and the report", metavar="DIR", merging=False)
-    parser.add_argument(
-        "--candidates",
-        type=whole_number(2),
-        default=16,
-        help="files that are compared for the medoid, drawn at random if there are more (default: 16)",
+    group = _add_files(parser, out="folder of the aligned files and the report", metavar="DIR", merging=False)
+    compared = "files that are compared for the medoid, drawn at random if there are more"
+    _add_number(parser, "--candidates", 2, 16, compared)
+    _add_number(parser, "--max-iterations", 1, 20, "bound on the sweeps over all networks for the universe")
+    at_once = "networks that are matched at the same time; mean and universe go one by one"
+    _add_number(parser, "--threads", 1, 1, at_once)
+    group.add_argument(
+        "--barriers",
+        type=_all_or_number,
+        default=10,
+        metavar="all|N",
+        help="all pairs, or N pairs at random (default: 10)",
     )
-    parser.add_argument(
-        "--max-iterations",
-        type=whole_number(1),
-        default=20,
-        help="bound on the sweeps over all networks for the universe (default: 20)",
+    _add_number(group, "--points", 3, 11, "on the path between two networks")
+    group.add_argument(
+        "--correction",
+        nargs="+",
+        default=[],
+        choices=["none", "batchnorm", "repair"],
+        help="interpolated networks as they are, with BatchNorm statistics re-estimated, and after REPAIR (default: "
+        "none, and batchnorm for a network that has BatchNorm)",
     )
-    parser.add_argument(
-        "--threads",
-        type=whole_number(1),
-        default=1,
-        help="networks that are matched at the same time; mean and universe go one by one (default: 1)",
-    )
-    _add_barriers(parser)
 
     def run(arguments: argparse.Namespace) -> int | None:
+        from rich.console import Console
+
         from tu_symmetry.checkpoints.align import align_files
+        from tu_symmetry.checkpoints.barriers import barrier_grid, check_loss, load_data, measure_barriers
         from tu_symmetry.checkpoints.files import find_checkpoints
         from tu_symmetry.reporting.progress import Display
 
-        _import_from_here()
-        display = Display()
+        display, out = Display(), Path(arguments.out)
+        architecture = _architecture(arguments)
         checkpoints = find_checkpoints(arguments.checkpoints)
         reference = _reference(arguments.reference)
-        graph = _discover(arguments)
-        measure = _barrier_measurement(arguments) if arguments.data else None
+        graph = architecture.discover(Console(stderr=True))
+        if arguments.data:
+            module = architecture.build()
+            data = load_data(arguments.data, arguments.data_init, arguments.num_samples, architecture.dtype)
+            check_loss(module, data, arguments.loss, arguments.correction)
         alignment = align_files(
             graph,
             checkpoints,
-            Path(arguments.out),
+            out,
             reference=reference,
             prefix=arguments.prefix,
             solver=arguments.solver,
@@ -184,15 +195,22 @@ def align(parser: argparse.ArgumentParser) -> Handler:
             track=display.track,
         )
         alignment.grid(limit=50).print(display.console)
-        if measure:
-            measure(alignment, display).grid().print(display.console)
-        else:
-            for note in alignment.notes:
-                display.note(note)
-        others = "".join(f", {count} of them by {name}" for name, count in alignment.kept_from.items())
-        before = f" ({alignment.skipped} done before{others})" if alignment.skipped else ""
+        if arguments.data:
+            report = measure_barriers(
+                module,
+                alignment,
+                out,
+                data,
+                loss=arguments.loss,
+                pairs=None if arguments.barriers == "all" else arguments.barriers,
+                points=arguments.points,
+                corrections=arguments.correction,
+                track=display.track,
+            )
+            barrier_grid(report, len(alignment.files)).print(display.console)
+        before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
         mean = " and their mean" if reference in ("mean", "universe") else ""
-        print(f"{len(alignment.files)} aligned files{before}{mean} in {arguments.out}")
+        print(f"{len(alignment.files)} aligned files{before}{mean} in {out}")
         return 0
 
     return run
@@ -208,10 +226,9 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
-        "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 "
-        "--out merged.safetensors"
+        "--input 1,3,32,32 --data my_data.Images --correction batchnorm --alpha 0.3 --out merged.safetensors"
     )
-    _add_sources(parser, out="the merged network", metavar="FILE.safetensors", merging=True)
+    group = _add_files(parser, out="the merged network", metavar="FILE.safetensors", merging=True)
     shares = parser.add_mutually_exclusive_group()
     shares.add_argument(
         "--weights",
@@ -220,11 +237,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         metavar="equal|W",
         help="share of each network: equal, or a number for each file (default: equal)",
     )
-    shares.add_argument(
-        "--alpha",
-        metavar="A",
-        help="of two networks, the share of the second, from 0 to 1",
-    )
+    shares.add_argument("--alpha", metavar="A", help="of two networks, the share of the second, from 0 to 1")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -232,55 +245,44 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         metavar="PATTERN",
         help="align partially: permute only the units all of whose tensors match one of these patterns",
     )
-    group = parser.add_argument_group("data", "for the statistics, and for the scores of each step")
-    _add_data(group)
     group.add_argument(
         "--correction",
         choices=["none", "batchnorm", "repair"],
         default="none",
         help="statistics of the merged network: as averaged, BatchNorm re-estimated, or REPAIR (default: none)",
     )
-    group.add_argument(
-        "--points",
-        type=whole_number(0),
-        default=0,
-        help="also measure the loss at this many points of the lines from the first network to the others (default: 0)",
-    )
+    lines = "also measure the loss at this many points of the lines from the first network to the others"
+    _add_number(group, "--points", 0, 0, lines)
 
     def run(arguments: argparse.Namespace) -> int | None:
-        import torch
+        from rich.console import Console
 
-        from tu_symmetry.checkpoints.architecture import build_module, parse_precision, weightless
+        from tu_symmetry.checkpoints.architecture import weightless
         from tu_symmetry.checkpoints.barriers import load_data
         from tu_symmetry.checkpoints.files import find_checkpoints
         from tu_symmetry.checkpoints.merge import merge_files, merge_grid
         from tu_symmetry.checkpoints.pretrained import Pretrained
         from tu_symmetry.reporting.progress import Display
 
-        _import_from_here()
         display = Display()
+        architecture: Architecture | Pretrained = _architecture(arguments)
+        dtype = architecture.dtype
+        if arguments.model and not arguments.inputs:
+            return fail("--model needs --input, a shape for each positional argument of forward")
         checkpoints = find_checkpoints(arguments.checkpoints)
         weights = _shares(arguments.weights, arguments.alpha, len(checkpoints))
         reference = None if arguments.reference == "none" else _reference(arguments.reference)
-        dtype = parse_precision(arguments.dtype)
         data = None
         if arguments.data:
             data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
         if arguments.model is None:
-            architecture = Pretrained.beside(checkpoints[0], dtype=arguments.dtype)
-            graph = architecture.discover(display.console, verify=False)
-            module = architecture.build()
-        else:
-            if not arguments.inputs:
-                return fail("--model needs --input, a shape for each positional argument of forward")
-            graph = _discover(arguments, verify=False)
-            with torch.random.fork_rng(devices=[]):
-                module = build_module(arguments.model, arguments.init).to(dtype)
+            architecture = Pretrained.beside(checkpoints[0], dtype=dtype)
+        graph = architecture.discover(Console(stderr=True), verify=False)
         merged = merge_files(
             graph,
             checkpoints,
             Path(arguments.out),
-            weightless(module),
+            weightless(architecture.build()),
             data=data,
             loss=arguments.loss,
             weights=weights,
@@ -299,12 +301,12 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     return run
 
 
-def _reference(source: str) -> Any:
-    """What ``--reference`` names: a word as it is, or a file.
+def _all_or_number(value: str) -> int | str:
+    return value if value == "all" else whole_number(1)(value)
 
-    Raises:
-        FileError: nothing, or several files.
-    """
+
+def _reference(source: str) -> Any:
+    """What ``--reference`` names: a word as it is, or a file."""
     from tu_symmetry.checkpoints.files import find_checkpoints
     from tu_symmetry.files import FileError
 
@@ -317,11 +319,7 @@ def _reference(source: str) -> Any:
 
 
 def _shares(weights: list[str], alpha: str | None, count: int) -> Weights:
-    """What ``--weights`` and ``--alpha`` say.
-
-    Raises:
-        FileError: no numbers, or not between 0 and 1; alpha for more than two networks.
-    """
+    """What ``--weights`` and ``--alpha`` say."""
     from tu_symmetry.files import FileError
 
     def number(text: str, option: str) -> float:
@@ -338,77 +336,3 @@ def _shares(weights: list[str], alpha: str | None, count: int) -> Weights:
     if not 0 <= share <= 1:
         raise FileError(f"--alpha {alpha}: a share is between 0 and 1")
     return [1 - share, share]
-
-
-def _add_data(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--data",
-        type=named("a LightningDataModule or a function that returns a loader"),
-        metavar="NAME",
-        help="dotted name of a LightningDataModule (losses on its test data, statistics on its training data), or of a "
-        "function that returns a loader of batches (inputs, targets), or two loaders",
-    )
-    group.add_argument(
-        "--data-init",
-        metavar="KEY=VALUE",
-        nargs="+",
-        action="extend",
-        default=[],
-        help="arguments of what --data names",
-    )
-    group.add_argument(
-        "--num-samples", type=whole_number(1), default=2000, help="of each loader, the first (default: 2000)"
-    )
-    group.add_argument(
-        "--loss",
-        default="torch.nn.functional.cross_entropy",
-        metavar="NAME",
-        help="dotted name of a function of outputs and targets, a mean over the batch (default: cross_entropy)",
-    )
-
-
-def _add_barriers(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "report on data", "loss barriers between pairs of networks and the loss of the mean network, before and after"
-    )
-    _add_data(group)
-    group.add_argument(
-        "--barriers", default="10", metavar="all|N", help="all pairs, or N pairs at random (default: 10)"
-    )
-    group.add_argument(
-        "--points", type=whole_number(3), default=11, help="on the path between two networks (default: 11)"
-    )
-    group.add_argument(
-        "--correction",
-        nargs="+",
-        default=[],
-        choices=["none", "batchnorm", "repair"],
-        help="interpolated networks as they are, with BatchNorm statistics re-estimated, and after REPAIR (default: "
-        "none, and batchnorm for a network that has BatchNorm)",
-    )
-
-
-def _barrier_measurement(arguments: argparse.Namespace) -> Callable[[FileAlignment, Display], BarrierReport]:
-    """Load the data and try the loss, so that what is wrong with them is known before anything is aligned."""
-    import torch
-
-    from tu_symmetry.checkpoints.architecture import build_module, parse_precision
-    from tu_symmetry.checkpoints.barriers import BarrierOptions, check_loss, load_data, measure_barriers
-    from tu_symmetry.files import FileError
-
-    if arguments.barriers != "all" and not (arguments.barriers.isdecimal() and int(arguments.barriers) > 0):
-        raise FileError(f"--barriers takes all or a number of pairs, not {arguments.barriers!r}")
-    options = BarrierOptions(
-        loss=arguments.loss,
-        pairs=None if arguments.barriers == "all" else int(arguments.barriers),
-        points=arguments.points,
-        corrections=tuple(arguments.correction),
-    )
-    dtype = parse_precision(arguments.dtype)
-    with torch.random.fork_rng(devices=[]):
-        module = build_module(arguments.model, arguments.init).to(dtype)
-    data = load_data(arguments.data, arguments.data_init, arguments.num_samples, dtype)
-    check_loss(module, data, options)
-    return lambda alignment, display: measure_barriers(
-        module, alignment, Path(arguments.out), data, options, track=display.track
-    )

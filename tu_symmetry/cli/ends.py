@@ -1,26 +1,22 @@
 """How a run ends that does not end well: one line on standard error, and an exit status that says what it was.
 
-========  =====================================================================
-status    meaning
-========  =====================================================================
-2         something that was typed, a file or a folder cannot be used
-3         ``table --max-time`` is over before the table is done
-130, 143  interrupted (Ctrl-C), terminated (SIGTERM)
-1         an error that nobody foresaw; ``TU_SYMMETRY_TRACEBACK=1`` shows where
-========  =====================================================================
+2: something that was typed, a file or a folder cannot be used; 3: ``table --max-time`` is over; 130, 143: interrupted,
+terminated; 1: an error that nobody foresaw (``TU_SYMMETRY_TRACEBACK=1`` shows where).
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import linecache
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 Handler = Callable[[argparse.Namespace], int | None]
@@ -79,12 +75,10 @@ def whole_number(least: int) -> Callable[[str], int]:
 
 
 class Signals:
-    """Turns SIGINT and SIGTERM into exceptions, and remembers them.
+    """Turns SIGINT and SIGTERM into exceptions, and remembers them, since an import can make another error of them.
 
-    What an exception in the middle of an import makes of it (an ImportError, a SystemError), and code that swallows
-    it, would hide which it was; ``caught`` does not forget. Where nothing can be raised (a destructor, a callback of
-    the garbage collector) Python would print the exception and go on: then the signal is sent once more. So it is half
-    a second after one that came during imports, whose fallbacks may swallow it, if the program still runs then.
+    Where nothing can be raised (a destructor) Python would print the exception and go on: then the signal is sent once
+    more. So it is half a second after one that came during imports, whose fallbacks may swallow it.
     """
 
     def __init__(self) -> None:
@@ -100,7 +94,7 @@ class Signals:
         sys.unraisablehook = self._unraisable
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: object, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         sys.unraisablehook = self._hook
@@ -109,18 +103,15 @@ class Signals:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self.caught = number
-        while frame is not None:
-            if frame.f_code.co_filename.startswith("<frozen importlib"):
-                self._send_again(0.5)
-                break
-            frame = frame.f_back
+        if any(one.f_code.co_filename.startswith("<frozen importlib") for one, _ in traceback.walk_stack(frame)):
+            self._send_again(0.5)
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     def _unraisable(self, arguments: Any) -> None:
-        if self.caught is None or not isinstance(arguments.exc_value, KeyboardInterrupt):
+        if self.caught is not None and isinstance(arguments.exc_value, KeyboardInterrupt):
+            self._send_again(0.05)
+        else:
             self._hook(arguments)
-            return
-        self._send_again(0.05)
 
     def _send_again(self, seconds: float) -> None:
         self._again = threading.Timer(seconds, os.kill, (os.getpid(), self.caught))
@@ -135,16 +126,12 @@ def fail(message: str, code: int = 2) -> int:
 
 
 def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> int:
-    """Say in one line why a run ended; the exit status.
-
-    Raises:
-        SystemExit: what argparse and LightningCLI end with.
-        BaseException: the error itself where it has to be seen whole.
-    """
+    """Say in one line why a run ended; the exit status. What has to be seen whole is raised again."""
     command = next(iter(arguments), "")
+    again = "; the same command resumes" if command in RESUMES else ""
     if signals.caught is not None or isinstance(error, KeyboardInterrupt):
         word, code = ("terminated", 143) if signals.caught == signal.SIGTERM else ("interrupted", 130)
-        return fail(word + ("; the same command resumes" if command in RESUMES else ""), code)
+        return fail(word + again, code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
     if type(error).__module__.startswith("tu_symmetry.") or _raised_here(error):
@@ -152,36 +139,26 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
     if isinstance(error, UnicodeDecodeError):
         return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")
     if isinstance(error, OSError) and error.strerror:
-        return fail(_of_the_system(error, command in RESUMES))
+        where = f" ({error.filename2 or error.filename})" if error.filename else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            room = f"there is no more room to write in: {error.strerror}{where}"
+            return fail(f"{room}. Make some, or write elsewhere{again}")
+        return fail(f"{error.strerror}{where}")
     kind = type(error).__name__
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), kind)
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or "t allocate memory" in str(error):
-        return fail(f"not enough memory ({_first_line(error)}); use a smaller network, batch or number of samples")
+        return fail(f"not enough memory ({said}); use a smaller network, batch or number of samples")
     if kind == "MisconfigurationException":  # Lightning's word for arguments that do not fit together
-        return fail(_first_line(error))
+        return fail(said)
     if command in TRAINS:
         raise error
-    return fail(f"{kind}: {_first_line(error)} (not foreseen; {TRACEBACK}=1 shows where)", 1)
+    return fail(f"{kind}: {said} (not foreseen; {TRACEBACK}=1 shows where)", 1)
 
 
 def _raised_here(error: BaseException) -> bool:
     """Whether a ``raise`` of this package has made it: then it says what was wrong, and where is no matter."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or not last.tb_frame.f_globals.get("__name__", "").startswith("tu_symmetry."):
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames or not frames[-1][0].f_globals.get("__name__", "").startswith("tu_symmetry."):
         return False
-    return linecache.getline(last.tb_frame.f_code.co_filename, last.tb_lineno).lstrip().startswith("raise ")
-
-
-def _of_the_system(error: OSError, resumes: bool) -> str:
-    import errno
-
-    where = f" ({error.filename2 or error.filename})" if error.filename else ""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        again = "; the same command resumes" if resumes else ""
-        return f"there is no more room to write in: {error.strerror}{where}. Make some, or write elsewhere{again}"
-    return f"{error.strerror}{where}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frame, line = frames[-1]
+    return linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")

@@ -75,11 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in LIGHTNING:
+    command = next(iter(arguments), "")
+    if command in LIGHTNING:
         from tu_symmetry.tables.library import with_configurations
 
         arguments = with_configurations(arguments)
-    if arguments and arguments[0] == "run":
+    if command == "run":
         from rich.console import Console
 
         from tu_symmetry.tables.functions import run_function
@@ -89,7 +90,7 @@ def _run(arguments: list[str]) -> int:
             grid.print(Console())
         print(outcome.headline)
         return 0
-    if arguments and arguments[0] in LIGHTNING:
+    if command in LIGHTNING:
         from tu_symmetry.tables.lightning import run_lightning
 
         run_lightning(arguments)

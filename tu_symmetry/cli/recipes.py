@@ -28,10 +28,7 @@ def table(parser: argparse.ArgumentParser) -> Handler:
     )
     parser.add_argument("--out", type=named("a folder"), metavar="DIR", help="run folder (default: runs/<recipe>)")
     parser.add_argument(
-        "--max-time",
-        type=duration,
-        metavar="DD:HH:MM:SS",
-        help="stop after this long; the same command resumes",
+        "--max-time", type=duration, metavar="DD:HH:MM:SS", help="stop after this long; the same command resumes"
     )
     parser.add_argument(
         "--set",

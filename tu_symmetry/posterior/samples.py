@@ -34,7 +34,6 @@ from tu_symmetry.files import (
     read_header,
     read_json,
     versions,
-    warn_unsealed,
     write_json,
     write_safetensors,
 )
@@ -161,9 +160,6 @@ class SampleStore(Sequence[State]):
     def open(cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None) -> SampleStore:
         """Open a store; the index is rebuilt from the shards' headers, no weights are read.
 
-        A store that an older version made carries no digests; it is read with a warning
-        (:class:`tu_symmetry.files.UnsealedFileWarning`), and only NaN and infinite weights are noticed.
-
         Args:
             folder: folder of a store.
             like: a state that the samples must agree with in names and shapes.
@@ -188,11 +184,9 @@ class SampleStore(Sequence[State]):
         metadata = content.get("metadata")
         if content.get("format") != _FORMAT or content.get("version") != _VERSION or not isinstance(metadata, dict):
             raise SampleFileError(f"{description} does not describe a sample store of format {_FORMAT} {_VERSION}")
-        if "store" in content and written_by is None:
+        if "store" not in content or written_by is None:
             raise SampleFileError(f"{description} is damaged: it has no digest of its content; restore it")
-        store = cls(folder, metadata, content.get("store"), written_by or {})
-        if store._store is None:
-            warn_unsealed(description)
+        store = cls(folder, metadata, content["store"], written_by)
         logged = store._read_log()
         shards = [p for p in sorted(folder.glob(f"*{_SUFFIX}")) if p.name not in store._discarded]
         gone = sorted(logged.keys() - {shard.name for shard in shards})
@@ -473,7 +467,7 @@ class SampleStore(Sequence[State]):
         found = shard.stat()
         try:
             if self._checked.get(shard) != (found.st_mtime_ns, found.st_size):
-                check_file(shard, finite=True, warn=False)
+                check_file(shard, finite=True)
                 self._checked[shard] = found.st_mtime_ns, found.st_size
             return open_safetensors(shard)
         except FileError as error:
