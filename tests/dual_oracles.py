@@ -80,6 +80,13 @@ class Case:
         return found
 
 
+def misses(drawn: Tensor, expected: Tensor) -> float:
+    """The largest difference between the covariance of samples and the expected one, in standard errors."""
+    flat, diagonal = drawn.flatten(1), expected.diagonal()
+    error = ((diagonal.unsqueeze(0) * diagonal.unsqueeze(1) + expected.square()) / len(drawn)).sqrt()
+    return float(((flat.mT @ flat / len(drawn) - expected).abs() / (error + 1e-12)).max())
+
+
 def case(values: int | None = 7, seed: int = 0, noise: float = 0.3) -> Case:
     """``values`` measurements of the 20 pixels; None for the pixels themselves."""
     generator = torch.Generator().manual_seed(seed)

@@ -137,14 +137,6 @@ def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
     assert "network" in str(found) and "temperature 0" in str(found) and f"{found.network.nll:.4f}" in str(found)
 
 
-def test_nothing_observed_is_said() -> None:
-    model = mlp()
-    x, y = observed(model, "positions", 0)
-    la = LinearizedLaplace(model, evaluate_at="map", prior="single").fit([(x, y)])
-    with pytest.raises(ValueError, match="left out"):
-        la.calibrate([(x, torch.full_like(y, -100))])
-
-
 def each(la: LinearizedLaplace, x: Tensor, y: Tensor) -> list[list[float]]:
     """The NLLs of every sample's observations, from whatever :meth:`predictive` gives, by hand."""
     p = la.predictive(x)
@@ -235,10 +227,14 @@ def test_a_network_that_is_right_stays_nearer_to_itself() -> None:
     assert sum(v > 1e-6 for v in worse[2.0]) < 0.2 * sum(v > 1e-6 for v in worse[0.0])
 
 
-@pytest.mark.parametrize("standard_errors", [-1.0, math.inf, math.nan])
-def test_wrong_standard_errors(standard_errors: float) -> None:
-    with pytest.raises(ValueError, match="standard_errors"):
-        fit().calibrate(held_out(), standard_errors=standard_errors)
+def test_refusals() -> None:
+    for wrong in (-1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="standard_errors"):
+            fit().calibrate(held_out(), standard_errors=wrong)
+        with pytest.raises(ValueError, match="temperatures"):
+            fit().calibrate(held_out(), temperatures=[wrong])
+    with pytest.raises(ValueError, match="left out"):
+        fit().calibrate([(x, torch.full_like(y, -100)) for x, y in held_out()])
 
 
 def test_the_link_of_the_choice_is_kept(tmp_path: Path) -> None:

@@ -71,39 +71,6 @@ def test_evidence_and_predictive_are_theirs(name: str, kind: str, prior: str) ->
         torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
 
 
-class Plus(nn.Module):
-    """A weight as the sum of what is trained and a constant."""
-
-    def __init__(self, mean: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("mean", mean)
-
-    def forward(self, difference: Tensor) -> Tensor:
-        return difference + self.mean
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight - self.mean
-
-
-def test_a_parametrization_is_their_prior_mean() -> None:
-    model, x, y = problem("mlp", "classification")
-    generator = torch.Generator().manual_seed(3)
-    means = {n: torch.randn(p.shape, generator=generator, dtype=p.dtype) for n, p in model.named_parameters()}
-    flat = torch.cat([mean.flatten() for mean in means.values()])
-    options = {"subset_of_weights": "all", "hessian_structure": "full", "prior_precision": 1.7}
-    expected = []
-    for mean in (0.0, flat):
-        other = laplace.Laplace(model, "classification", prior_mean=mean, **options)
-        other.fit(DataLoader(TensorDataset(x, y), 4))
-        expected.append(evidence(other))
-    for name, mean in means.items():
-        layer, leaf = name.split(".")
-        nn.utils.parametrize.register_parametrization(model.get_submodule(layer), leaf, Plus(mean))
-    la = ours(model, x, y, "classification", curvature="full", bias="exact", prior_precision=1.7)
-    assert la.log_marginal_likelihood() == pytest.approx(expected[1], rel=1e-8)
-    assert expected[0] != pytest.approx(expected[1], rel=1e-3)
-
-
 @pytest.mark.parametrize("prior", ["single", "per_layer"])
 def test_conversion_to_laplace_torch(prior: str) -> None:
     model, x, y = problem("cnn", "regression")
@@ -159,9 +126,6 @@ def test_what_laplace_torch_cannot_hold(options: dict[str, Any], message: str) -
     model, x, y = problem("mlp", "classification")
     with pytest.raises(ValueError, match=message):
         ours(model, x, y, "classification", **options).to_laplace_torch()
-
-
-def test_grouped_convolutions_cannot_be_converted() -> None:
     model = randomize(nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Flatten(), nn.Linear(16, 3)))
     x, y = data(2, 4, 4, outputs=3)
     with pytest.raises(ValueError, match=r"0\.weight.*grouped"):
