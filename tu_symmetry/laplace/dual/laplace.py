@@ -129,12 +129,12 @@ class DualLaplace:
         require_weights(self.model, self.tangent.names)
         require_independent_samples(self.model)
         device, direct = next(self.model.parameters()).device, self.observation.matrix is None
-        self._inputs = []
+        seen: list[Any] = []
         targets: list[Tensor] = []
         rows: list[dict[str, Tensor]] = []
         found: list[Tensor] = []
         for inputs, target in batches(train_loader, device):
-            if self._inputs and not direct:
+            if seen and not direct:
                 raise ValueError("an observation maps all outputs together: give one batch, [(inputs, measurements)]")
             with torch.inference_mode(False), evaluating(self.model):
                 outputs, shape = self.tangent.outputs(inputs), self._outputs(inputs).shape
@@ -144,7 +144,7 @@ class DualLaplace:
                     "flattened; they need to be equal. Give observation=... where other values are measured"
                 )
             self.observation.check_sizes(outputs.numel(), target.numel())
-            self._inputs.append(inputs)
+            seen.append(inputs)
             found.append(outputs.reshape(-1))
             targets.append(target.detach().reshape(-1))
             self._require_memory(sum(f.numel() for f in found))
@@ -152,7 +152,7 @@ class DualLaplace:
                 rows.append(jacobian(self.tangent, inputs))
         joined = {name: torch.cat([own[name] for own in rows]) for name in self.tangent.names}
         rows.clear()
-        self.priors, self._shape = self._blocks(), (-1, *shape[1:])
+        self.priors, self._inputs, self._shape = self._blocks(), seen, (-1, *shape[1:])
         self.statistics = statistics(joined, self.tangent.parameters(), torch.cat(found), self.priors)
         self._fingerprint = self.tangent.fingerprint()
         self._evidence = DualEvidence(
