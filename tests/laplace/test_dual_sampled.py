@@ -10,11 +10,11 @@ from tu_symmetry.laplace.dual.evidence import optimize
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation, differences
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.sampled import (
-    NystromPreconditioner,
     SampledEvidence,
     SampledStatistics,
     SolverWarning,
     conjugate_gradients,
+    nystrom_preconditioner,
 )
 
 PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)
@@ -60,11 +60,11 @@ def test_conjugate_gradients_solve_and_the_preconditioner_saves_products():
     exact = torch.linalg.solve(kernel + noise * torch.eye(60, dtype=torch.float64), right.mT).mT
     assert plain.residual <= 1e-10 and torch.allclose(plain.solution, exact, rtol=1e-5, atol=1e-5)
     assert torch.equal(plain.solution[2], torch.zeros(60, dtype=torch.float64))
-    low = NystromPreconditioner(lambda u: u @ kernel, 60, 25, noise, torch.Generator().manual_seed(2), right)
+    low = nystrom_preconditioner(lambda u: u @ kernel, 60, 25, noise, torch.Generator().manual_seed(2), right)
     fast = conjugate_gradients(product, right, preconditioner=low, tolerance=1e-10, max_iterations=500)
     assert fast.residual <= 1e-10 and fast.iterations < plain.iterations / 2
     assert torch.allclose(fast.solution, exact, rtol=1e-5, atol=1e-5)
-    full = NystromPreconditioner(lambda u: u @ kernel, 60, 60, noise, torch.Generator().manual_seed(2), right)
+    full = nystrom_preconditioner(lambda u: u @ kernel, 60, 60, noise, torch.Generator().manual_seed(2), right)
     assert conjugate_gradients(product, right, preconditioner=full, tolerance=1e-6).iterations <= 5
     with pytest.raises(ValueError, match="not positive definite"):
         conjugate_gradients(lambda u: -u, right)
@@ -83,12 +83,12 @@ def test_a_preconditioner_of_an_operator_without_inverse_hangs_on_no_rounding(ra
         error = torch.randn(40, 40, generator=generator).to(dtype)
         kernel = root @ root.mT
         kernel = kernel + 100 * eps * float(kernel.norm()) / 40 * (error + error.mT)
-        low = NystromPreconditioner(lambda u, k=kernel: u @ k, 40, 15, noise, generator, root)
+        low = nystrom_preconditioner(lambda u, k=kernel: u @ k, 40, 15, noise, generator, root)
         product = low(kernel + noise * torch.eye(40, dtype=dtype))
         assert torch.linalg.eigvals(product).real.sub(noise).abs().max() < 1e5 * eps
     for wrong in (-torch.eye(40, dtype=dtype), torch.zeros(40, 40, dtype=dtype), math.nan * kernel):
         with pytest.raises(ValueError, match="not positive"):
-            NystromPreconditioner(lambda u, k=wrong: u @ k, 40, 15, noise, generator, root)
+            nystrom_preconditioner(lambda u, k=wrong: u @ k, 40, 15, noise, generator, root)
 
 
 @pytest.mark.parametrize("values", [7, 31, None])

@@ -72,40 +72,31 @@ def conjugate_gradients(
     return ConjugateGradients(x, iterations, residual)
 
 
-class NystromPreconditioner:
+def nystrom_preconditioner(
+    product: Product, values: int, rank: int, noise: float, generator: torch.Generator, like: Tensor
+) -> Product:
     """The inverse of ``U diag(e) U^T + v I`` for a randomized low-rank approximation of a positive operator.
 
-    The operator is multiplied (``product``, without noise) once with ``rank`` random vectors. On the complement of
-    ``U`` it acts as its smallest kept eigenvalue does, so that the preconditioned spectrum is flat.
+    The operator is multiplied (``product``, without noise) once with ``rank`` random vectors. The inverse is scaled to
+    be the identity on the complement of ``U``, where the operator counts as its smallest kept eigenvalue.
     """
-
-    def __init__(
-        self, product: Product, values: int, rank: int, noise: float, generator: torch.Generator, like: Tensor
-    ) -> None:
-        rank = min(rank, values)
-        drawn = torch.randn(values, rank, generator=generator, dtype=torch.float64, device="cpu").to(like)
-        basis = torch.linalg.qr(drawn)[0]
-        image = product(basis.mT.contiguous()).mT
-        shift = math.sqrt(values) * torch.finfo(like.dtype).eps * float(image.norm())
-        image = image + shift * basis
-        core = basis.mT @ image
-        inner, turn = torch.linalg.eigh(torch.nan_to_num((core + core.mT) / 2))
-        limit = math.sqrt(torch.finfo(like.dtype).eps) * float(inner[-1])
-        if not bool(core.isfinite().all()) or limit <= 0 or float(inner[0]) < -limit:
-            raise ValueError(
-                f"the operator of the preconditioner is not positive (eigenvalues from {float(inner[0]):.3g} to "
-                f"{float(inner[-1]):.3g}): check the prior's covariances"
-            )
-        factor = image @ (turn * inner.clamp(min=shift).rsqrt())
-        self.vectors, scale = torch.linalg.svd(factor, full_matrices=False)[:2]
-        self.eigenvalues = (scale.square() - shift).clamp(min=0)
-        self.noise = noise
-
-    def __call__(self, vector: Tensor) -> Tensor:
-        """``P^-1 v`` for ``[count, m]``, scaled so that it is the identity on the complement."""
-        along = vector @ self.vectors
-        last = float(self.eigenvalues[-1]) + self.noise
-        return vector + (along * (last / (self.eigenvalues + self.noise) - 1)) @ self.vectors.mT
+    drawn = torch.randn(values, min(rank, values), generator=generator, dtype=torch.float64, device="cpu").to(like)
+    basis = torch.linalg.qr(drawn)[0]
+    image = product(basis.mT.contiguous()).mT
+    shift = math.sqrt(values) * torch.finfo(like.dtype).eps * float(image.norm())
+    image = image + shift * basis
+    core = basis.mT @ image
+    inner, turn = torch.linalg.eigh(torch.nan_to_num((core + core.mT) / 2))
+    limit = math.sqrt(torch.finfo(like.dtype).eps) * float(inner[-1])
+    if not bool(core.isfinite().all()) or limit <= 0 or float(inner[0]) < -limit:
+        raise ValueError(
+            f"the operator of the preconditioner is not positive (eigenvalues from {float(inner[0]):.3g} to "
+            f"{float(inner[-1]):.3g}): check the prior's covariances"
+        )
+    vectors, scale = torch.linalg.svd(image @ (turn * inner.clamp(min=shift).rsqrt()), full_matrices=False)[:2]
+    eigenvalues = (scale.square() - shift).clamp(min=0)
+    weights = (float(eigenvalues[-1]) + noise) / (eigenvalues + noise) - 1
+    return lambda vector: vector + (vector @ vectors * weights) @ vectors.mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,12 +206,12 @@ class SampledEvidence:
         """``A J S J^T A^T u`` for ``[count, m]``."""
         return self.operator.forward(self._by_block(phi, self.operator.adjoint(vectors), "product"))
 
-    def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> NystromPreconditioner | None:
+    def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> Product | None:
         """A preconditioner of the given rank, at these hyperparameters."""
         if self.rank == 0:
             return None
         generator = torch.Generator().manual_seed(self.seed + 1)
-        return NystromPreconditioner(
+        return nystrom_preconditioner(
             lambda u: self.kernel(phi, u), self.operator.values, self.rank, noise, generator, self.like
         )
 
