@@ -124,6 +124,40 @@ def test_last_layer_closed_form(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "fisher_type"), [("classification", "type-2"), ("classification", "empirical"), ("regression", "type-2")]
+)
+@pytest.mark.parametrize("shape", [(5, 4), (5, 3, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_wide_last_layer_has_kronecker_factors(
+    bias: bool, shape: tuple[int, ...], kind: str, fisher_type: Any
+) -> None:
+    """Those of ``kfac``, and closed forms of its features alone: of covariances, variances and samples."""
+    generator = torch.Generator().manual_seed(0)
+    model = randomize(nn.Sequential(nn.Linear(4, 260), nn.Tanh(), nn.Linear(260, 8, bias=bias)))
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    labels = torch.randint(8, shape[:-1], generator=generator)
+    y = labels if kind == "classification" else torch.randn(*shape[:-1], 8, dtype=torch.float64, generator=generator)
+    last, layered = (
+        LinearizedLaplace(
+            model, kind, curvature=curvature, parameters=["2"], prior="per_layer", evaluate_at="map",
+            fisher_type=fisher_type,
+        ).fit([(x, y)])
+        for curvature in ("last_layer", "kfac")
+    )  # fmt: skip
+    assert last.tangent.size > 2048
+    torch.testing.assert_close(last.log_marginal_likelihood(), layered.log_marginal_likelihood())
+    ways: list[Callable[[LinearizedLaplace], Any]] = [
+        lambda la: la.function_covariance(x),
+        lambda la: la.predictive(x, link_approx="probit"),
+        lambda la: la.predictive(x, covariance="exact", num_samples=8),
+        lambda la: la.function_samples(x, 3),
+    ]
+    for way in ways:
+        for found, expected in zip(way(last), way(layered), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
     ("name", "curvature"),
     [*((n, c) for n in NETWORKS for c in ("kfac", "diag")), ("mlp", "full"), ("mlp", "last_layer")],
 )

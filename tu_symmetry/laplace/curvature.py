@@ -30,7 +30,7 @@ from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
-from tu_symmetry.laplace.tangent import Slot, TangentModel, evaluating
+from tu_symmetry.laplace.tangent import LastLayerModel, Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
@@ -39,6 +39,7 @@ BiasCurvature = Literal["exact", "shared"]
 Progress = Callable[[dict[str, Any]], None]
 
 _ELEMENTS = 1 << 26  # entries of the largest temporary tensors (256 MB in single precision)
+_LAST_LAYER = 2048  # weights of a last layer up to which its curvature is exact
 _ROWS = 1 << 24  # entries of the rows of a layer's inputs that are made at once
 
 
@@ -92,21 +93,34 @@ def fit_curvature(
     require_separable(options.curvature, weights=groups.weights)
     require_room(tangent, options, groups=len(groups), whole=whole)
     layers: list[Layer] = []
-    if options.curvature == "kfac":
+    if form_of(tangent, options) == "kfac":
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
     factors = {layer.name: _Factors(layer, options) for layer in layers}
     exact = _Exact(tangent, options, whole)
     watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
-    with evaluating(tangent.model), watching(tangent.model, layers, watch) as forward:
+    last = tangent if isinstance(tangent, LastLayerModel) and layers else None
+    with evaluating(tangent.model), watching(tangent.model, [] if last else layers, watch) as forward:
 
         def step(inputs: Any, targets: Tensor) -> Tensor:
             count = batch_size(inputs)
-            outputs = tangent.checked(forward(inputs, count), count) if layers else tangent.outputs(inputs)
+            if last is not None:  # no pass backward: gradients of its outputs are those of the network's
+                own = factors[layers[0].name]
+                features, outputs = last.features(inputs)
+                own.observe(features)
+                if options.fisher_type == "type-2" and outputs.ndim == 2:
+                    own.output_hessian(_summed_hessian(likelihood, outputs, likelihood.targets(outputs, targets)))
+                    return outputs
+            else:
+                outputs = tangent.checked(forward(inputs, count), count) if layers else tangent.outputs(inputs)
             checked = likelihood.targets(outputs.detach(), targets)
             root = likelihood.root(
                 outputs.detach(), checked, options.fisher_type, mc_samples=options.mc_samples, generator=generator
             )
-            watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+            if last is not None:
+                for column in root:
+                    own.gradient(column)
+            else:
+                watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
             exact.add(inputs, root)
             return outputs.detach()
 
@@ -115,6 +129,12 @@ def fit_curvature(
         )
     blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
     return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), summary
+
+
+def _summed_hessian(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
+    """The output Hessian, summed over samples, ``[outputs, outputs]``."""
+    eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+    return torch.stack([likelihood.hessian_product(outputs, targets, row.expand_as(outputs)).sum(0) for row in eye])
 
 
 def _pass(
@@ -154,6 +174,13 @@ def _pass(
     return found
 
 
+def form_of(tangent: TangentModel, options: Options) -> Literal["kfac", "full", "diag"]:
+    """Of a last layer the exact matrix, or Kronecker factors where it would have more than 2,048 rows."""
+    if options.curvature == "last_layer":
+        return "full" if tangent.size <= _LAST_LAYER else "kfac"
+    return options.curvature
+
+
 def require_separable(curvature: Curvature, *, weights: bool) -> None:
     """Refuse a precision for each weight with a curvature that couples weights: a ``ValueError``."""
     if weights and curvature != "diag":
@@ -170,12 +197,13 @@ def require_room(tangent: TangentModel, options: Options, *, groups: int, whole:
     """
     point = tangent.point()
     entry, size = point.element_size(), tangent.size
-    if options.curvature in ("full", "last_layer"):
+    kind = form_of(tangent, options)
+    if kind == "full":
         needed = (5 * entry if groups == 1 else entry + 44) * size**2
         what = f"the exact curvature of {size} parameters, a matrix of {size} x {size}, with its decomposition,"
         instead = "choose curvature='kfac' or 'diag', or a subset with parameters=[...] or parameters='last_layer'"
         require_memory(needed, point.device, what, instead)
-    elif options.curvature == "kfac":
+    elif kind == "kfac":
         found = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
         matrices = [layer for layer in found if isinstance(layer, MatrixLayer) and layer.weight is not None]
         sizes = [layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices]
@@ -236,6 +264,12 @@ class _Factors:
         else:
             self.rows = None if self.layer.weight is None else self.layer.rows(inputs)
 
+    def output_hessian(self, hessian: Tensor) -> None:
+        """A sum over samples in place of gradients, where a sample has one row."""
+        self.sums.add("outputs", hessian.unsqueeze(0).clone())
+        if self.layer.bias is not None and not self.shared:
+            self.sums.add("bias", hessian if len(hessian) <= self.sums.dense_limit else hessian.diagonal().clone())
+
     def gradient(self, gradient: Tensor) -> None:
         layer, sums = self.layer, self.sums
         if layer.bias is not None and not self.shared:
@@ -279,19 +313,19 @@ class _Exact:
     """Sums of the whole network's gradients, sample by sample: of all weights together, or of some parameters."""
 
     def __init__(self, tangent: TangentModel, options: Options, whole: Sequence[str]) -> None:
-        kind = options.curvature
+        kind = form_of(tangent, options)
         self.tangent = tangent.over(whole) if kind == "kfac" else tangent
         self.sums = _Sums({"kfac": options.dense_limit, "diag": 0}.get(kind, tangent.size))
-        self.together = kind in ("full", "last_layer")
+        self.together = kind == "full"
         self.slots = {"all": Slot(0, tangent.size, (tangent.size,))} if self.together else dict(self.tangent.slots)
 
     def add(self, inputs: Any, root: Directions) -> None:
         for rows in _chunks(batch_size(inputs), self.tangent.size) if self.slots else ():
-            some = rows_of(inputs, rows)
+            gradients = self.tangent.gradients(rows_of(inputs, rows))
             for column in root.of(rows):
-                gradients = self.tangent.sample_gradients(some, column)
+                found = gradients(column)
                 for name, slot in self.slots.items():
-                    self.sums.add_moments(name, gradients[:, slot.start : slot.stop])
+                    self.sums.add_moments(name, found[:, slot.start : slot.stop])
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
         self.sums.reduce()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
 from tu_symmetry.laplace.hooks import Watch, watching
 from tu_symmetry.laplace.inputs import batch_size, follows, mapped, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.tangent import TangentModel, evaluating, jacobians
+from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, evaluating, jacobians
 from tu_symmetry.memory import require_memory
 
 _ELEMENTS = 1 << 26
@@ -44,6 +44,10 @@ def function_covariance(
         ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
     """
     with evaluating(tangent.model):
+        if in_closed_form(tangent, posterior) and not joint:
+            features, outputs = tangent.features(inputs)
+            _require_room(outputs, 0)
+            return outputs, _last_layer_covariance(posterior, features, outputs)
         outputs = tangent.outputs(inputs)
         shape = outputs.shape[1:]
         width = shape.numel()
@@ -71,6 +75,31 @@ def function_covariance(
     return outputs, torch.cat(pieces)
 
 
+def in_closed_form(tangent: TangentModel, posterior: Posterior) -> TypeGuard[LastLayerModel]:
+    """Whether the tangent model is a last layer whose posterior has Kronecker factors: its features give everything."""
+    return isinstance(tangent, LastLayerModel) and any(isinstance(b, KroneckerBlock) for b in posterior.blocks)
+
+
+def function_variance(
+    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer] | None, inputs: Any, whole: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
+    """Outputs and the diagonals of their covariances, in the outputs' shape; as :func:`function_covariance`."""
+    if in_closed_form(tangent, posterior):
+        with evaluating(tangent.model):
+            features, outputs = tangent.features(inputs)
+        variance = torch.zeros_like(outputs)
+        eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+        for block in posterior.blocks:
+            if isinstance(block, KroneckerBlock):
+                own = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
+                variance = variance + (features @ block.inputs[0]).square() @ own.mT @ block.outputs[0].square().mT
+            else:
+                variance = variance + block.whiten(eye, posterior.log_precision, posterior.noise).square().sum(-1)
+        return outputs, variance
+    outputs, matrix = function_covariance(tangent, posterior, layers, inputs, whole=whole)
+    return outputs, matrix.diagonal(dim1=-2, dim2=-1).reshape(outputs.shape)
+
+
 def _require_room(outputs: Tensor, size: int, *, together: bool = False, joint: bool = False) -> None:
     """Refuse covariances that do not fit, twice while pieces are joined, with the Jacobians that are held."""
     count, width, entry = len(outputs), outputs[0].numel(), outputs.element_size()
@@ -84,6 +113,28 @@ def _longest_vector(layers: Sequence[Layer]) -> int:
     """Entries of the longest parameter whose gradients are kept as vectors for each sample and output."""
     weights = [layer.weight for layer in layers if not isinstance(layer, (MatrixLayer, EmbeddingLayer))]
     return max((part.size for part in (*weights, *(layer.bias for layer in layers)) if part is not None), default=0)
+
+
+def _last_layer_covariance(posterior: Posterior, features: Tensor, outputs: Tensor) -> Tensor:
+    """Covariances by the Kronecker factors of a linear layer whose outputs are the network's, and by its bias's block.
+
+    Positions share the weights: ``sum_f variance[o, f] a[t, f] a[u, f]`` couples two of them.
+    """
+    count, width = len(outputs), outputs.shape[-1]
+    rows = features.reshape(count, -1, features.shape[-1])
+    positions = rows.shape[1]
+    covariance = outputs.new_zeros(count, positions, width, positions, width)
+    eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+    for block in posterior.blocks:
+        if isinstance(block, KroneckerBlock):
+            own, basis = rows @ block.inputs[0], block.outputs[0]
+            variance = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
+            pairs = torch.einsum("ntf,nuf,of->ntuo", own, own, variance)
+            covariance += ((pairs.unsqueeze(-2) * basis) @ basis.mT).transpose(2, 3)
+        else:
+            white = block.whiten(eye, posterior.log_precision, posterior.noise)
+            covariance += (white @ white.mT).unsqueeze(1)
+    return covariance.flatten(3, 4).flatten(1, 2)
 
 
 def _dense_covariance(

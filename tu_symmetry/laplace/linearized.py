@@ -105,7 +105,8 @@ class LinearizedLaplace:
             ``per_layer`` (each module), ``per_tensor`` (each parameter), ``single``, or ``diagonal`` (each weight, with
             ``curvature="diag"``).
         evaluate_at: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the tangent model) or ``map``.
-        curvature: ``kfac``, ``full``, ``diag``, or ``last_layer`` (exact, for the last linear layer alone).
+        curvature: ``kfac``, ``full``, ``diag``, or ``last_layer`` (the last linear layer, from its inputs
+            alone: exact up to 2,048 weights, Kronecker factors beyond).
         fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
         parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; None for

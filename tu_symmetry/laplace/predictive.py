@@ -70,9 +70,11 @@ def function_samples(
     return outputs, changes if fitted.temperature == 1 else fitted.temperature**0.5 * changes
 
 
-def _exact_is_cheap(fitted: FittedLaplace, inputs: Any) -> bool:
+def _exact_is_cheap(fitted: FittedLaplace, inputs: Any, sampled: bool) -> bool:
     """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample; with gradients, of all."""
     outputs = fitted.summary.outputs
+    if not sampled and function_posterior.in_closed_form(fitted.tangent, fitted.posterior):
+        return True
     if outputs > _EXACT_OUTPUTS:
         return False
     if follows(inputs):
@@ -108,12 +110,16 @@ def tempered_predictives(
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)
         variance = torch.zeros_like(mean)
-    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted, inputs)):
-        mean, matrix = function_covariance(fitted, inputs)
-        matrix = function_posterior.within_positions(mean, matrix)
-        variance = matrix.diagonal(dim1=-2, dim2=-1)
+    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted, inputs, sampled)):
         if sampled:
+            mean, matrix = function_covariance(fitted, inputs)
+            matrix = function_posterior.within_positions(mean, matrix)
+            variance = matrix.diagonal(dim1=-2, dim2=-1)
             deviations = function_posterior.gaussian_samples(matrix, num_samples, seed)
+        else:
+            mean, variance = function_posterior.function_variance(
+                fitted.tangent, fitted.posterior, fitted.layers, inputs, fitted.curvature.whole
+            )
     else:
         mean, changes = function_samples(fitted, drawer, inputs, num_samples, seed)
         variance = changes.square().mean(0)

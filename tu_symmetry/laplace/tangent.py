@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -337,6 +338,10 @@ class TangentModel:
         rows = [slice(i, i + 1) for i in range(len(cotangent))]
         return torch.stack([self.vjp(rows_of(inputs, row), cotangent[row]) for row in rows])
 
+    def gradients(self, inputs: Any) -> Callable[[Tensor], Tensor]:
+        """:meth:`sample_gradients` of one batch, for one cotangent after the other."""
+        return partial(self.sample_gradients, inputs)
+
 
 def _own(found: Tensor, inputs: Any) -> Tensor:
     """What was found, with a gradient history only where it is of the inputs."""
@@ -347,8 +352,8 @@ def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
     """Jacobians of a network in evaluation mode, all samples of a batch at once: ``[batch, outputs, size]``."""
     width, point = shape.numel(), tangent.point()
     eye = torch.eye(width, dtype=point.dtype, device=point.device).view(width, *shape)
-    count = batch_size(inputs)
-    return torch.stack([tangent.sample_gradients(inputs, unit.expand(count, *shape)) for unit in eye], dim=1)
+    count, gradients = batch_size(inputs), tangent.gradients(inputs)
+    return torch.stack([gradients(unit.expand(count, *shape)) for unit in eye], dim=1)
 
 
 class LastLayerModel(TangentModel):
@@ -422,10 +427,19 @@ class LastLayerModel(TangentModel):
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """Outer product of each sample's cotangent and features, summed over its positions."""
-        features, count = self.features(inputs)[0], len(cotangent)
-        rows, columns = (t.reshape(count, -1, t.shape[-1]) for t in (features, cotangent))
-        parts = {self._weight: (columns.mT @ rows).flatten(1), self._bias: columns.sum(1)}
-        return torch.cat([parts[name] for name in self.names], dim=1)
+        return self.gradients(inputs)(cotangent)
+
+    def gradients(self, inputs: Any) -> Callable[[Tensor], Tensor]:
+        """The same for one cotangent after the other, from one pass of the network."""
+        features = self.features(inputs)[0]
+        rows = features.reshape(len(features), -1, features.shape[-1])
+
+        def outer(cotangent: Tensor) -> Tensor:
+            columns = cotangent.reshape(len(rows), -1, cotangent.shape[-1])
+            parts = {self._weight: (columns.mT @ rows).flatten(1), self._bias: columns.sum(1)}
+            return torch.cat([parts[name] for name in self.names], dim=1)
+
+        return outer
 
 
 def last_layer(model: nn.Module, inputs: Any = None, *, linear: bool = False) -> str:
