@@ -1,8 +1,7 @@
-"""Which units of a tensor the example inputs read, and which they only cut off.
+"""Which units of a tensor the example inputs read, and which they only cut off (rows beyond ``pos[:n]``).
 
-``pos[:n]`` adds the first rows of a table to ``n`` tokens. No output depends on the others, so that any order of them
-leaves the outputs of the example as they are, and those of a longer sequence not. Nor is anything known of where
-another example would cut: such units are *unseen*, and the whole axis is pinned.
+No output depends on those: any order of them leaves the outputs as they are, and those of a longer sequence not. Nor is
+anything known of where another example would cut: the whole axis is pinned.
 """
 
 from __future__ import annotations
