@@ -126,12 +126,9 @@ class Builder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.space[name].shape)
 
-    def values(self, *ndims: int, where: Callable[[tuple[int, ...]], bool] = lambda _: True) -> list[str]:
-        return [n for n in self.pool if len(self.shape(n)) in ndims and where(self.shape(n))]
-
     def pick(self, *ndims: int, where: Callable[[tuple[int, ...]], bool] = lambda _: True) -> str:
         """A value of one of the given numbers of axes, rather a late one than an early one."""
-        found = self.values(*ndims, where=where)
+        found = [n for n in self.pool if len(self.shape(n)) in ndims and where(self.shape(n))]
         if not found:
             raise Unfit
         return found[-1 - min(int(self.random.expovariate(0.7)), len(found) - 1)]
