@@ -216,8 +216,6 @@ ACTIVATIONS = (
 
 
 # the linear family, and what is planted
-
-
 @operator(4)
 def linear(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -281,8 +279,6 @@ def tied(b: Builder) -> None:
 
 
 # sums of two values
-
-
 @operator(5)
 def residual(b: Builder) -> None:
     h = b.pick(2, 3, 4)
@@ -329,8 +325,6 @@ def joined(b: Builder) -> None:
 
 
 # constants
-
-
 @operator(3)
 def padded(b: Builder) -> None:
     h = b.pick(2, 3, 4)
@@ -490,8 +484,6 @@ def own_parameter(b: Builder) -> None:
 
 
 # moving data
-
-
 @operator(2)
 def cut(b: Builder) -> None:
     h = b.pick(2, 3, 4, where=lambda s: True)
@@ -556,8 +548,6 @@ def axes(b: Builder) -> None:
 
 
 # in-place writes
-
-
 @operator(3)
 def written(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -616,8 +606,6 @@ def buffer_updated(b: Builder) -> None:
 
 
 # reductions and normalizations
-
-
 @operator(3)
 def reduced(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -681,8 +669,6 @@ def normalized_layer(b: Builder) -> None:
 
 
 # products of two units
-
-
 @operator(2)
 def product(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -724,8 +710,6 @@ def product(b: Builder) -> None:
 
 
 # attention
-
-
 @operator(2.5)
 def attention(b: Builder) -> None:
     h = b.pick(3)
@@ -781,8 +765,6 @@ def attention(b: Builder) -> None:
 
 
 # several maps in one weight
-
-
 @operator(2.5)
 def stacked(b: Builder) -> None:
     """Experts and heads whose weights are one tensor each, with axes in any order."""
@@ -874,8 +856,6 @@ def stacked(b: Builder) -> None:
 
 
 # convolutions
-
-
 @operator(4)
 def convolution(b: Builder) -> None:
     h = b.pick(4)
@@ -971,8 +951,6 @@ def convolution_of_a_sequence(b: Builder) -> None:
 
 
 # recurrent cells
-
-
 @operator(1.2)
 def recurrent(b: Builder) -> None:
     h = b.pick(3)
@@ -1002,8 +980,6 @@ def recurrent(b: Builder) -> None:
 
 
 # indices
-
-
 @operator(1.5)
 def indexed(b: Builder) -> None:
     h = b.pick(2, 3)
