@@ -126,12 +126,9 @@ class Builder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.space[name].shape)
 
-    def values(self, *ndims: int, where: Callable[[tuple[int, ...]], bool] = lambda _: True) -> list[str]:
-        return [n for n in self.pool if len(self.shape(n)) in ndims and where(self.shape(n))]
-
     def pick(self, *ndims: int, where: Callable[[tuple[int, ...]], bool] = lambda _: True) -> str:
         """A value of one of the given numbers of axes, rather a late one than an early one."""
-        found = self.values(*ndims, where=where)
+        found = [n for n in self.pool if len(self.shape(n)) in ndims and where(self.shape(n))]
         if not found:
             raise Unfit
         return found[-1 - min(int(self.random.expovariate(0.7)), len(found) - 1)]
@@ -219,8 +216,6 @@ ACTIVATIONS = (
 
 
 # the linear family, and what is planted
-
-
 @operator(4)
 def linear(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -284,8 +279,6 @@ def tied(b: Builder) -> None:
 
 
 # sums of two values
-
-
 @operator(5)
 def residual(b: Builder) -> None:
     h = b.pick(2, 3, 4)
@@ -332,8 +325,6 @@ def joined(b: Builder) -> None:
 
 
 # constants
-
-
 @operator(3)
 def padded(b: Builder) -> None:
     h = b.pick(2, 3, 4)
@@ -455,9 +446,8 @@ def own_parameter(b: Builder) -> None:
         b.add((h,), form.format(h, name), [line])
     elif style == "scalar":
         name, line = b.parameter()
-        form = b.among(
-            "{0} * self.{1}", "{0} + self.{1} * torch.tanh({0})", "torch.relu({0}) * self.{1}", "{0} + self.{1}"
-        )
+        tanh = "{0} + self.{1} * torch.tanh({0})"
+        form = b.among("{0} * self.{1}", tanh, "torch.relu({0}) * self.{1}", "{0} + self.{1}")
         b.add((h,), form.format(h, name), [line])
     elif style == "one":
         name, line = b.parameter(1)
@@ -493,8 +483,6 @@ def own_parameter(b: Builder) -> None:
 
 
 # moving data
-
-
 @operator(2)
 def cut(b: Builder) -> None:
     h = b.pick(2, 3, 4, where=lambda s: True)
@@ -559,8 +547,6 @@ def axes(b: Builder) -> None:
 
 
 # in-place writes
-
-
 @operator(3)
 def written(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -599,10 +585,8 @@ def written_for_all(b: Builder) -> None:
     h = b.pick(2, 3)
     if h in b.inputs or not any(h in n.makes for n in b.nodes):
         raise Unfit
-    b.add(
-        (h,),
-        [b.among(f"{h}.mul_(2)", f"{h}[..., 0] = 0", f"{h}.relu_()", f"{h}[..., :2].tanh_()"), "{0} = " + f"{h} * 1"],
-    )
+    write = b.among(f"{h}.mul_(2)", f"{h}[..., 0] = 0", f"{h}.relu_()", f"{h}[..., :2].tanh_()")
+    b.add((h,), [write, "{0} = " + f"{h} * 1"])
 
 
 @operator(0.7)
@@ -619,8 +603,6 @@ def buffer_updated(b: Builder) -> None:
 
 
 # reductions and normalizations
-
-
 @operator(3)
 def reduced(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -674,18 +656,14 @@ def normalized_layer(b: Builder) -> None:
     layer, line = b.linear(h)
     out = int(line.split(", ")[1].rstrip(")"))
     name = b.fresh("n")
-    form = b.among(
-        "F.layer_norm({}, ({n},))", "F.normalize({}, dim=-1)", "self.{m}({})", "F.rms_norm({}, ({n},), eps=1e-6)"
-    )
-    init = [line] + (
-        [f"self.{name} = nn.{b.among('BatchNorm1d', 'LayerNorm', 'RMSNorm')}({out})"] if "{m}" in form else []
-    )
+    norms = "F.layer_norm({}, ({n},))", "F.normalize({}, dim=-1)", "self.{m}({})", "F.rms_norm({}, ({n},), eps=1e-6)"
+    form, init = b.among(*norms), [line]
+    if "{m}" in form:
+        init.append(f"self.{name} = nn.{b.among('BatchNorm1d', 'LayerNorm', 'RMSNorm')}({out})")
     b.add((h,), "torch.relu(" + form.format(f"self.{layer}({h})", n=out, m=name) + ")", init)
 
 
 # products of two units
-
-
 @operator(2)
 def product(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -727,8 +705,6 @@ def product(b: Builder) -> None:
 
 
 # attention
-
-
 @operator(2.5)
 def attention(b: Builder) -> None:
     h = b.pick(3)
@@ -784,8 +760,6 @@ def attention(b: Builder) -> None:
 
 
 # several maps in one weight
-
-
 @operator(2.5)
 def stacked(b: Builder) -> None:
     """Experts and heads whose weights are one tensor each, with axes in any order."""
@@ -877,8 +851,6 @@ def stacked(b: Builder) -> None:
 
 
 # convolutions
-
-
 @operator(4)
 def convolution(b: Builder) -> None:
     h = b.pick(4)
@@ -903,10 +875,8 @@ def planted_convolution(b: Builder) -> None:
     width, first, second, norm = b.width(), b.fresh("l"), b.fresh("l"), b.fresh("n")
     inner, extra = f"self.{first}({h})", []
     if b.flip(0.4):
-        inner, extra = (
-            f"self.{norm}({inner})",
-            [f"self.{norm} = nn.{b.among('BatchNorm2d', 'InstanceNorm2d')}({width})"],
-        )
+        extra = [f"self.{norm} = nn.{b.among('BatchNorm2d', 'InstanceNorm2d')}({width})"]
+        inner = f"self.{norm}({inner})"
     act = b.among(*ACTIVATIONS[:8]).format(inner)
     b.add((h,), f"self.{second}({act})", [
         f"self.{first} = nn.Conv2d({c}, {width}, {b.among('1', '3, padding=1')})", *extra,
@@ -974,8 +944,6 @@ def convolution_of_a_sequence(b: Builder) -> None:
 
 
 # recurrent cells
-
-
 @operator(1.2)
 def recurrent(b: Builder) -> None:
     h = b.pick(3)
@@ -984,9 +952,8 @@ def recurrent(b: Builder) -> None:
     both = b.flip(0.3)
     style = b.among("cell", "lstm cell", "module", "module", "lstm", "own")
     if style == "cell":
-        cell = b.among(
-            f"nn.RNNCell({n}, {width})", f"nn.GRUCell({n}, {width})", f"nn.RNNCell({n}, {width}, nonlinearity='relu')"
-        )
+        plain = f"nn.RNNCell({n}, {width}"
+        cell = b.among(f"{plain})", f"nn.GRUCell({n}, {width})", f"{plain}, nonlinearity='relu')")
         b.add((h,), ["s = " + f"{h}.new_zeros({batch}, {width})", f"for t in range({tokens}):", f"    s = self.{name}({h}[:, t], s)", "{0} = s"],
               [f"self.{name} = {cell}"], planted=[])  # fmt: skip
     elif style == "lstm cell":
@@ -1005,8 +972,6 @@ def recurrent(b: Builder) -> None:
 
 
 # indices
-
-
 @operator(1.5)
 def indexed(b: Builder) -> None:
     h = b.pick(2, 3)
@@ -1124,16 +1089,12 @@ def some_units(b: Builder) -> None:
 def weighed_by_the_size(b: Builder) -> None:
     """Constants that follow ``n``, for rows of a table and for units; and a table of which a part is read twice."""
     h = b.pick(2, 3)
-    constant = b.among(
-        "(torch.arange(6) < n).float()", "(torch.arange(6.) / n).tanh()", "F.one_hot(torch.tensor(n), 6).float()"
-    )
+    mask, ramp = "(torch.arange(6) < n).float()", "(torch.arange(6.) / n).tanh()"
+    constant = b.among(mask, ramp, "F.one_hot(torch.tensor(n), 6).float()")
     if b.flip():
         name, line = b.linear(h, 6)
-        b.add(
-            (h,),
-            f"({b.among(*ACTIVATIONS[:8]).format(f'self.{name}({h})')} * {constant}).sum(-1, keepdim=True)",
-            [line],
-        )
+        act = b.among(*ACTIVATIONS[:8]).format(f"self.{name}({h})")
+        b.add((h,), f"({act} * {constant}).sum(-1, keepdim=True)", [line])
         return
     name, line = b.parameter(6, b.shape(h)[-1])
     read = b.among(f"{constant} @ self.{name}", f"self.{name}[:n].sum(0) + self.{name}.mean(0)")
@@ -1144,9 +1105,8 @@ def weighed_by_the_size(b: Builder) -> None:
 def another_way(b: Builder) -> None:
     h = b.pick(2, 3)
     name, line = b.linear(h)
-    one, two = (
-        b.among(*ACTIVATIONS, "{0}.cumsum(-1)", "{0}.sort(-1)[0]").format(f"self.{name}({h})") for _ in range(2)
-    )
+    acts = (*ACTIVATIONS, "{0}.cumsum(-1)", "{0}.sort(-1)[0]")
+    one, two = (b.among(*acts).format(f"self.{name}({h})") for _ in range(2))
     b.add((h,), f"{one} if n < 3 else {two}", [line])
 
 
@@ -1170,11 +1130,8 @@ def an_expert(b: Builder) -> None:
 def an_option(b: Builder) -> None:
     h = b.pick(2, 3)
     name, line = b.parameter(b.shape(h)[-1])
-    b.add(
-        (h,),
-        b.among(f"{h} if m is None else {h} + m * self.{name}", f"{h} if m is None else {h} * self.{name}"),
-        [line],
-    )
+    given = b.among(f"{h} + m * self.{name}", f"{h} * self.{name}")
+    b.add((h,), f"{h} if m is None else {given}", [line])
 
 
 @beyond(6)
@@ -1276,9 +1233,7 @@ def _outputs(b: Builder) -> list[str]:
             else:
                 n = b.shape(h)[-1]
                 linear_head = (f"self.{head}({h})", [f"self.{head} = nn.Linear({n}, 3)"])
-                value, init = b.among(
-                    linear_head, linear_head, linear_head, linear_head, (f"({h} * 1)", []), (f"{h}.sum(-1)", [])
-                )
+                value, init = b.among(*[linear_head] * 4, (f"({h} * 1)", []), (f"{h}.sum(-1)", []))
             form = b.among(*["{0}"] * 10, "{0}.softmax(-1)", "{0}.log_softmax(-1)", "({0} / 0.1).tanh()", "{0}.argmax(-1)",
                            "{0}.max(-1)[0]", "{0}.max(-1)[1]", "{0}.min(-1)[1]", "{0}.topk(1, -1)[1]", "{0} > 0", "{0}.argsort(-1)",
                            "{0}.median(-1)[1]", "{0}.masked_fill({0} < -1, float('-inf'))", "torch.cat([{0}, 0 * {0}], -1)",

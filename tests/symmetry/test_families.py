@@ -10,6 +10,7 @@ import timm
 import torch
 import torchvision
 from torch import nn
+from zoo import Net
 
 import tu_symmetry as tus
 
@@ -29,44 +30,29 @@ def test_torchvision_resnet18_has_twelve_groups() -> None:
     streams, inner = [64, 128, 256, 512], [64, 64, 128, 128, 256, 256, 512, 512]
     graph = check(torchvision.models.resnet18(), (1, 3, 64, 64), streams + inner)
     assert sum(g.size for g in graph.normalizations) == 4800  # every channel before each of the twenty BatchNorms
-    assert {m.parameter for m in graph["conv1"].members} >= {
-        "bn1.running_mean",
-        "bn1.running_var",
-        "layer2.0.conv1.weight",
-    }
+    moved = {m.parameter for m in graph["conv1"].members}
+    assert moved >= {"bn1.running_mean", "bn1.running_var", "layer2.0.conv1.weight"}
 
 
 @pytest.mark.slow
 def test_torchvision_vgg11_bn_has_every_hidden_width() -> None:
     graph = check(torchvision.models.vgg11_bn(), (1, 3, 32, 32), [64, 128, 256, 256, 512, 512, 512, 512, 4096, 4096])
-    flattened = next(
-        m for g in graph.permutations for m in g.members if m.parameter == "classifier.0.weight" and m.axis == 1
-    )
-    assert tuple(flattened.index.shape) == (512, 49)
+    members = [m for g in graph.permutations for m in g.members if (m.parameter, m.axis) == ("classifier.0.weight", 1)]
+    assert tuple(members[0].index.shape) == (512, 49)
+
+
+TORCHVISION = [
+    ("alexnet", 224, 7), ("vgg16", 224, 15), ("resnext50_32x4d", 224, 53), ("squeezenet1_1", 224, 25),
+    ("densenet121", 224, 120), ("mobilenet_v2", 224, 25), ("mobilenet_v3_small", 224, 27), ("mnasnet0_5", 224, 25),
+    ("efficientnet_b0", 224, 40), ("regnet_x_400mf", 224, 71), ("regnet_y_400mf", 224, 69), ("convnext_tiny", 224, 22),
+    ("vit_b_16", 224, 49), ("swin_t", 224, 52), ("inception_v3", 299, 94), ("googlenet", 224, 57),
+    ("shufflenet_v2_x0_5", 224, 80), ("efficientnet_v2_s", 224, 75), ("swin_v2_t", 224, 76), ("maxvit_t", 224, 117),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "groups"),
-    [
-        ("alexnet", 7), ("vgg16", 15), ("resnext50_32x4d", 53), ("squeezenet1_1", 25), ("densenet121", 120),
-        ("mobilenet_v2", 25), ("mobilenet_v3_small", 27), ("mnasnet0_5", 25), ("efficientnet_b0", 40),
-        ("regnet_x_400mf", 71), ("regnet_y_400mf", 69), ("convnext_tiny", 22), ("vit_b_16", 49), ("swin_t", 52),
-    ],
-)  # fmt: skip
-def test_torchvision_families(name: str, groups: int) -> None:
-    check(getattr(torchvision.models, name)(), (1, 3, 224, 224), groups)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "side", "groups"),
-    [
-        ("inception_v3", 299, 94), ("googlenet", 224, 57), ("shufflenet_v2_x0_5", 224, 80),
-        ("efficientnet_v2_s", 224, 75), ("swin_v2_t", 224, 76), ("maxvit_t", 224, 117),
-    ],
-)  # fmt: skip
-def test_more_torchvision_families(name: str, side: int, groups: int) -> None:
+@pytest.mark.parametrize(("name", "side", "groups"), TORCHVISION, ids=[name for name, _, _ in TORCHVISION])
+def test_torchvision_families(name: str, side: int, groups: int) -> None:
     options = {"init_weights": False} if name in ("inception_v3", "googlenet") else {}
     check(getattr(torchvision.models, name)(**options), (1, 3, side, side), groups)
 
@@ -147,31 +133,18 @@ def test_means_and_deviations_of_bayesian_layers_move_together() -> None:
 
     core = bayesian_lenet(1, 10).core_model  # the StochasticModel around it runs it once for each sample
     graph = check(core, (2, 1, 28, 28), [6, 16, 84, 120])
-    moved = {m.parameter for m in graph["fc1"].members}
-    assert moved == {
-        "fc1.weight_mu",
-        "fc1.weight_sigma",
-        "fc1.bias_mu",
-        "fc1.bias_sigma",
-        "fc2.weight_mu",
-        "fc2.weight_sigma",
-    }
+    names = ("fc1.weight", "fc1.bias", "fc2.weight")
+    assert {m.parameter for m in graph["fc1"].members} == {f"{n}_{part}" for n in names for part in ("mu", "sigma")}
 
 
 def test_checks_of_a_distribution_are_no_branches() -> None:
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 5), nn.Linear(5, 2)
-            self.share = nn.Parameter(torch.randn(5))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kind = torch.distributions.Categorical(logits=self.share)
-            place = torch.distributions.Normal(self.b(torch.relu(self.a(x))), torch.nn.functional.softplus(self.share))
-            return self.c(place.mean * kind.probs + place.log_prob(torch.ones_like(self.share)))
+    def mixture(m: Net, x: torch.Tensor) -> torch.Tensor:
+        kind = torch.distributions.Categorical(logits=m.share)
+        place = torch.distributions.Normal(m.b(torch.relu(m.a(x))), torch.nn.functional.softplus(m.share))
+        return m.c(place.mean * kind.probs + place.log_prob(torch.ones_like(m.share)))
 
     before = torch.distributions.Distribution._validate_args
-    check(Mixture(), (3, 4), [8, 5])
+    check(Net(mixture, a=(4, 8), b=(8, 5), c=(5, 2), share=nn.Parameter(torch.randn(5))), (3, 4), [8, 5])
     assert torch.distributions.Distribution._validate_args is before
 
 

@@ -1,8 +1,7 @@
 """At which units the entries of a tensor are different numbers, whatever the inputs are.
 
-``argmax`` over hidden units names one of them, whatever their order, as long as no two entries are equal: among equal
-ones (behind a ReLU, say) the first wins, and which is the first is a matter of order. So units are pinned, unless their
-entries are different for all inputs and almost all weights, which :class:`Distinct` proves by the operators' traits.
+``argmax`` names a unit whatever the order of units only if no two entries are equal (as behind a ReLU): units are
+pinned unless :class:`Distinct` proves by the operators' traits that entries differ for almost all weights.
 """
 
 from __future__ import annotations

@@ -194,15 +194,8 @@ class Ledger:
         """Demand that two axes be indexed by the same units; returns the label to go on with.
 
         Units that meet are tied. A unit that meets a fixed position is told apart by it (or pinned, where its place in
-        a factored axis says which one it is). One component that meets several is bound to them, entry by entry.
-
-        Args:
-            a: one label.
-            b: the other label, in the same frame.
-            reason_a: why ``a`` is pinned, if it is.
-            reason_b: the same for ``b``.
-            axis: the axis of both labels in their frame, where it is known.
-            others: labels of all axes of the frame, where they are known: units that blocks share are then told apart.
+        a factored axis says which one it is). One component that meets several is bound to them, entry by entry. Where
+        the ``axis`` and the labels of all axes of the frame are known, units that blocks share are told apart.
         """
         if a is b or (len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))):
             return a

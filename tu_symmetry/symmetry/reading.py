@@ -1,8 +1,7 @@
-"""Which units of a tensor the example inputs read, and which they only cut off.
+"""Which units of a tensor the example inputs read, and which they only cut off (rows beyond ``pos[:n]``).
 
-``pos[:n]`` adds the first rows of a table to ``n`` tokens. No output depends on the others, so that any order of them
-leaves the outputs of the example as they are, and those of a longer sequence not. Nor is anything known of where
-another example would cut: such units are *unseen*, and the whole axis is pinned.
+No output depends on those: any order of them leaves the outputs as they are, and those of a longer sequence not. Nor is
+anything known of where another example would cut: the whole axis is pinned.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Reading:
         elif isinstance(held, Value):
             self.parts[self.origins[node]].append(units_of([*held.labels, self.alone.get(node, ())]))
 
-    def cuts(self, ledger: Ledger) -> Iterator[tuple[Origin, Value, Array]]:
+    def cuts(self, ledger: Ledger, blocks: tuple[Array, Array]) -> Iterator[tuple[Origin, Value, Array]]:
         """Each origin that is read in pieces only, and the units of the pieces together."""
         for origin, parts in self.parts.items():
             value = ledger.parameters.get(origin) if isinstance(origin, str) else self.values.get(origin)
@@ -67,7 +66,7 @@ class Reading:
             units = units_of(value.labels)
             if any(among(units, part).all() for part in parts):
                 continue
-            pieces = [units[among(units, _with_blocks(ledger, part))] for part in parts]
+            pieces = [units[among(units, _with_blocks(part, blocks))] for part in parts]
             if all(len(piece) < len(units) for piece in pieces):
                 yield origin, value, distinct(np.concatenate(pieces))
 
@@ -77,7 +76,8 @@ def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
 
     Factors along such an axis are equal. What one pass leaves out and another one cuts out (in training) is read.
     """
-    found = [cut for reading in readings for cut in reading.cuts(ledger)]
+    blocks = _blocks(ledger)
+    found = [cut for reading in readings for cut in reading.cuts(ledger, blocks)]
     read = units_of([tuple(pieces for _, _, pieces in found)] if len(readings) > 1 else [])
     partly = set()
     for origin, value, pieces in found:
@@ -92,18 +92,24 @@ def pin_unseen(ledger: Ledger, readings: Sequence[Reading]) -> frozenset[str]:
     return frozenset(partly)
 
 
-def _with_blocks(ledger: Ledger, units: Array) -> Array:
-    """Units and the blocks that they stand in: a label does not name blocks that its units tell."""
-    while True:
-        held = [blocks[among(inner, units) & ~among(blocks, units)] for inner, blocks in ledger.nestings]
-        held += [
-            part[among(binding.units, units) & (part >= 0) & ~among(part, units)]
-            for binding in ledger.bindings
-            for part in binding.parts
-        ]
-        if not any(len(h) for h in held):
-            return units
-        units = distinct(np.concatenate([units, *held]))
+def _blocks(ledger: Ledger) -> tuple[Array, Array]:
+    """Units, in ascending order, and for each a block that it stands in, which no label need name."""
+    pairs = [*ledger.nestings, *((binding.units, part) for binding in ledger.bindings for part in binding.parts)]
+    units, blocks = (np.concatenate([np.empty(0, np.int64), *(pair[k] for pair in pairs)]) for k in (0, 1))
+    order = np.argsort(units, kind="stable")
+    order = order[blocks[order] >= 0]
+    return units[order], blocks[order]
+
+
+def _with_blocks(units: Array, blocks: tuple[Array, Array]) -> Array:
+    """Units, the blocks that they stand in, and the blocks that these stand in."""
+    found = new = units
+    while len(new):
+        ends = (np.searchsorted(blocks[0], new, side).tolist() for side in ("left", "right"))
+        new = distinct(np.concatenate([new[:0], *(blocks[1][a:b] for a, b in zip(*ends, strict=True) if a < b)]))
+        new = new[~among(new, found)]
+        found = distinct(np.concatenate([found, new]))
+    return found
 
 
 def pin_what_could_meet(ledger: Ledger, name: str, shape: tuple[int, ...]) -> None:

@@ -1,8 +1,6 @@
-"""What of a network follows the sizes of its inputs and its flags: other ways through it, cuts, and constants.
+"""What of a network follows the sizes of its inputs: other ways through it, cuts (``pos[:n]``), and constants.
 
-``pos[:n]`` cuts where a sequence of ``n`` tokens ends, ``torch.arange(16) < n`` is a mask of its tokens, and
-``if n > 6`` chooses a way; one example shows one size. What differs between two passes of one program, a cut or a
-constant, may differ in any way for sizes that nobody tried.
+What differs between two passes of one program may differ in any way for sizes that nobody tried.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     """Add a one-dimensional bias along an axis."""
     if bias is None:
         return result
-    laid = views.laid(bias, [axis], result.ndim)
+    frame = [1] * result.ndim
+    frame[axis] = bias.shape[-1]
+    laid = views.reshape(call.ledger, bias, frame)
     label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
     call.ledger.equate(laid.scale, result.scale)
     return result.with_axis(axis, label=label)

@@ -63,7 +63,7 @@ def _conv(call: Call) -> Value:
     out = contract(replace(free, outputs=[shape]), [inputs, kernel], letters, output)
     out = add_bias(call, views.reshape(ledger, out, (math.prod(shape),)), call.get("bias"), 0)
     ndim = len(call.shape)
-    laid = views.laid(out, [axis], ndim)
+    laid = views.reshape(ledger, out, [out.shape[0] if k == axis else 1 for k in range(ndim)])
     reasons = tuple(
         laid.reasons[k] if k == axis else ("batch" if k < axis else "spatial position") for k in range(ndim)
     )

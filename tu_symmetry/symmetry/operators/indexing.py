@@ -1,8 +1,6 @@
 """Rules for look-ups: gather, indexing, embeddings, one-hot vectors.
 
-An index names positions. If it is known by value and names each position at most once, the units that it picks are
-picked. If its entries are positions of units (``Value.points``), looking up the same units with them gives the same
-entries however the units are ordered: the two axes are tied. Any other index pins the axis that is looked up.
+An index that is known by value picks units; one of positions of units (``Value.points``) ties; any other pins the axis.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Rules for functions of matrices: inverses, determinants, powers, triangles.
 
-The inverse of ``P A Q`` is ``Q^-1 A^-1 P^-1``: its rows are indexed by the columns of ``A``, its columns by the rows.
-Determinants, powers and exponentials stay what they are, or move along, if rows and columns are permuted alike.
+The inverse of ``P A Q`` is ``Q^-1 A^-1 P^-1``; what is no inverse moves if rows and columns are permuted alike.
 """
 
 from __future__ import annotations

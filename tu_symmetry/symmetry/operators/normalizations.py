@@ -27,7 +27,10 @@ def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
         operand: Value | None = call.get(name)
         if operand is None:
             continue
-        laid = views.laid(operand, axes, value.ndim)
+        frame = [1] * value.ndim
+        for axis, n in zip(axes, operand.shape, strict=True):
+            frame[axis] = n
+        laid = views.reshape(ledger, operand, frame)
         labels = list(value.labels)
         for axis in axes:
             reasons = value.reasons[axis], laid.reasons[axis]

@@ -1,8 +1,6 @@
 """Rules for what orders entries: their values as a set, and their positions, which are renamed when units move.
 
-The largest entries along an axis, sorted, are a symmetric function of its units. The integers that say where they stood
-carry the axis's label (``Value.points``) until they are read: by a look-up along the same axis, which undoes the
-renaming, or by any other operator, which pins the units.
+Positions carry the axis's label (``Value.points``) until a look-up undoes the renaming, or any other operator pins.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def times(scale: tuple[Term, ...], factor: float) -> tuple[Term, ...]:
 @register_rule("abs", traits=("of_statistics",))
 @register_rule("maximum minimum fmax fmin", traits=("combines",))
 @register_rule("dropout feature_dropout alpha_dropout positive float half double", traits=("moves", "same"))
-def homogeneous(call: Call) -> list[Value]:
+def _homogeneous(call: Call) -> list[Value]:
     """A positive factor of the operands, the same for all, is one of the result."""
     return [elementwise(call, homogeneous=True)] * len(call.outputs)
 
@@ -105,7 +105,8 @@ register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger
 @register_rule("fake_quantize_per_channel_affine", traits=("combines",))
 def _quantize(call: Call) -> Value:
     value, axis = call["self"], call.axis("axis")
-    return elementwise(call.on(value, *(views.laid(call[n], [axis], value.ndim) for n in ("scale", "zero_point"))))
+    frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
+    return elementwise(call.on(value, *(views.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point"))))
 
 
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))
@@ -131,7 +132,7 @@ def scaled_as_first(call: Call, first: Value, second: Value) -> Value:
 def _prelu(call: Call) -> Value:
     value, weight = call["self"], call["weight"]
     if call.name == "prelu" and value.ndim > 1 and weight.ndim == 1:
-        weight = views.laid(weight, [1], value.ndim)
+        weight = views.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
     return scaled_as_first(call, value, weight)
 
 

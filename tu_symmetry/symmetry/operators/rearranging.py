@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -91,27 +91,36 @@ def _diagonal(call: Call) -> Value:
     return views.drop(call.ledger, found, found.ndim - 1) if call.name == "trace" else found
 
 
-@register_rule("cat concat concatenate stack hstack vstack dstack column_stack row_stack")
+@register_rule("stack")
+def _stack(call: Call) -> Value:
+    values = call["tensors"]
+    axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
+    shape = (*values[0].shape[:axis], 1, *values[0].shape[axis:])
+    return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
+
+
+@register_rule("cat concat concatenate hstack vstack dstack column_stack row_stack")
 def _cat(call: Call) -> Value:
-    """Joined along an axis, which ``stack`` and its kin give to tensors that lack it first."""
     name = call.name
     values = [v for v in call["tensors"] if v.shape != (0,) or "stack" in name]
     if not values:
         return pinned_value(call.shape, "empty tensor")
-    ndim = values[0].ndim
-    frames: dict[str, tuple[Callable[[tuple[int, ...]], tuple[int, ...]], int]] = {
-        "hstack": (lambda s: s or (1,), 0 if ndim < 2 else 1),
-        "column_stack": (lambda s: s if len(s) > 1 else (math.prod(s), 1), 1),
-        "dstack": (lambda s: s if len(s) > 2 else (1, *s, 1) if len(s) == 1 else (*s, *(1,) * (3 - len(s))), 2),
-        "vstack": (lambda s: s if len(s) > 1 else (1, *s), 0),
-        "row_stack": (lambda s: s if len(s) > 1 else (1, *s), 0),
-    }
-    if name == "stack":
-        axis = int(call.get("dim", 0)) % (ndim + 1)
-        frames["stack"] = (lambda s: (*s[:axis], 1, *s[axis:]), axis)
-    frame, axis = frames.get(name) or (lambda s: s, call.axis(of=values[0], default=0))
-    laid = [views.reshape(call.ledger, v, frame(v.shape)) for v in values]
-    return views.concatenate(call.ledger, laid, axis, nested=name == "stack")
+    if "stack" in name:
+        axis = {"hstack": min(values[0].ndim, 2) // 2, "column_stack": 1, "dstack": 2}.get(name, 0)
+        values = [views.reshape(call.ledger, v, _stacked(name, v.shape)) for v in values]
+    else:
+        axis = call.axis(of=values[0], default=0)
+    return views.concatenate(call.ledger, values, axis)
+
+
+def _stacked(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a tensor of few axes is given before it is stacked."""
+    if name == "column_stack" and len(shape) < 2:
+        return (math.prod(shape), 1)
+    if name == "dstack":
+        return (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
+    least = {"hstack": 1, "vstack": 2, "row_stack": 2}.get(name, 0)
+    return (1,) * (least - len(shape)) + shape
 
 
 @register_rule(

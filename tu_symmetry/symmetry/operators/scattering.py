@@ -1,7 +1,6 @@
 """Rules for writes at positions: scatter, index_add, index_put and their kin.
 
-The axis that is written to is found as in look-ups (:mod:`~.indexing`); sums, means, maxima and minima over what
-arrives at a position do not depend on the order of arrival, so that message passing leaves the features' units free.
+The axis is found as in look-ups (:mod:`~.indexing`); sums and extrema over what arrives do not depend on its order.
 """
 
 from __future__ import annotations
