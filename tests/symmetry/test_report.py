@@ -219,7 +219,7 @@ def test_inspect_takes_integers_and_keyword_tensors(capsys: pytest.CaptureFixtur
     [
         (["--model", "nowhere_at_all.Net", "--input", "1,3"], "no module 'nowhere_at_all'"),
         (["--model", f"{__name__}.Tyni", "--input", "1,3"], "has no 'Tyni'"),
-        (["--model", f"{__name__}.NOT_A_MODULE", "--input", "1,3"], "is a int, not a class or function"),
+        (["--model", f"{__name__}.NOT_A_MODULE", "--input", "1,3"], "'int' object is not callable"),
         (["--model", "builtins.dict", "--input", "1,3"], "returns a dict, not a torch.nn.Module"),
         (["--model", f"{__name__}.Tiny", "--init", "width=3", "--input", "1,3"], "unexpected keyword argument 'width'"),
         (["--model", f"{__name__}.Tiny", "--init", "width", "--input", "1,3"], "'width' is not KEY=VALUE"),

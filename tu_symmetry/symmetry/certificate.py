@@ -25,7 +25,7 @@ COMPUTATION = 128  # rounding errors of the computation itself, in units of the 
 MOST_OF_EPSILON = 1e-3
 _MODERATE = 0.05  # of the outputs' norm: more than that is another function, whatever the reason
 _OBVIOUS = 1e-12  # a relative change of every output entry that needs no explanation
-_ONE_AT_A_TIME = threading.Lock()  # a run puts its weights into the graph's one module, also in threads of an alignment
+_ONE_AT_A_TIME = threading.Lock()  # a run seeds torch's one generator, also in threads of an alignment
 _NO_NETWORK = (
     "the symmetry graph holds no network to run (it was unpickled or built by hand): "
     "verify_symmetries(graph, model, example_inputs) gives it one"

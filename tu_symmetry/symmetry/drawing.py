@@ -21,7 +21,7 @@ NAME, NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of a
 
 
 class Branch(NamedTuple):
-    """Where a group touches a layer, by the layer's row and the height in the drawing."""
+    """Where a group touches a layer: the layer's row, whether it moves what it makes and what it reads, the height."""
 
     layer: int
     makes: bool

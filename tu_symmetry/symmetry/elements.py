@@ -29,11 +29,10 @@ def identity_permutation(graph: Symmetries) -> Permutation:
 def random_permutation(graph: Symmetries, *, generator: torch.Generator | None = None) -> Permutation:
     """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU."""
     source = own_generator(generator)
-    draws = {}
-    for group in graph.permutations:
-        keys = torch.rand(group.shape, generator=source, dtype=torch.float64, device=source.device)
-        draws[group.name] = keys.argsort(dim=-1).cpu()
-    return draws
+    return {
+        g.name: torch.rand(g.shape, generator=source, dtype=torch.float64, device=source.device).argsort(dim=-1).cpu()
+        for g in graph.permutations
+    }
 
 
 def random_scale(graph: Symmetries, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:

@@ -100,8 +100,8 @@ def _move_all(
     states = [{name: tensor.detach() for name, tensor in module.state_dict().items()} for module in modules]
     for module, state in zip(modules, states, strict=True):
         graph.check_state(state, finite=False, name=f"the state of {type(module).__name__}")
-    for state in states if log_scale is not None else ():
-        require_range(graph, log_scale, state)
+        if log_scale is not None:
+            require_range(graph, log_scale, state)
     for module, state in zip(modules, states, strict=True):
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         for held, power in ((state, 1.0), (gradients, -1.0)):

@@ -289,8 +289,8 @@ def _member(name: str, term: ScaleTerm, start: int, size: int, buffer: bool) -> 
         return ScaleMember(name, axes[-1], term.exponent, buffer=buffer)
     rows_axis, axis = axes
     grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
-    held = np.nonzero(grid >= 0)
-    within, index = (_lines(grid[held], lines, size) for lines in held)
+    places = np.nonzero(grid >= 0)
+    within, index = (_lines(grid[places], lines, size) for lines in places)
     if within is None or index is None:
         within = index = None
     return ScaleMember(name, axis, term.exponent, index, rows_axis, within, buffer)

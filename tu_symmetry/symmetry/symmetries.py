@@ -89,7 +89,9 @@ class Symmetries(Brief):
 
     def groups(self) -> Iterator[PermutationGroup | ScaleGroup]:
         """All groups: permutations, then scales, then normalizations."""
-        yield from (*self.permutations, *self.scales, *self.normalizations)
+        yield from self.permutations
+        yield from self.scales
+        yield from self.normalizations
 
     def children(self, name: str) -> tuple[PermutationGroup, ...]:
         """The permutation groups nested directly in the group ``name``."""

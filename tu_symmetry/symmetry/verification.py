@@ -88,8 +88,18 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
         failed |= found
     failed = {g: failed[g] for g in claimed if g in failed}
     by_hand = {g: d for g, d in failed.items() if isinstance(g, PermutationGroup) and g.name in graph.by_hand}
+    advice = (
+        "Either the model or its inputs are not those that the graph was discovered on, or a rule is wrong: please "
+        "report the architecture."
+    )
     if failed and (on_failure == "raise" or by_hand):
-        raise SymmetryError(_refusal(by_hand or failed, by_hand=bool(by_hand)))
+        told = [
+            f"the {_kind(g)} {g.name!r} is no symmetry of this network: the outputs change by {d.change:.1e} "
+            f"(relative to an output's own scale; {d.allowed:.0e} is allowed)"
+            for g, d in (by_hand or failed).items()
+        ]
+        advice = "The group was given by hand: check the axes that it names." if by_hand else advice
+        raise SymmetryError(f"{_some(told, '; ')}. {advice}")
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
     if failed:
@@ -97,9 +107,7 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
         warnings.warn(
             f"{len(gone)} of the {len(claimed)} symmetry groups that were claimed for "
             f"{graph.architecture or 'this network'} failed verification and were taken out of the graph: "
-            f"{', '.join(gone[:8])}{f' and {len(gone) - 8} more' if len(gone) > 8 else ''}. The others are verified "
-            "and can be used. Either the model or its inputs are not those that the graph was discovered on, or a rule "
-            "is wrong: please report the architecture.",
+            f"{_some(gone, ', ')}. The others are verified and can be used. {advice}",
             SymmetryWarning,
             stacklevel=3,
         )
@@ -111,20 +119,8 @@ def _kind(group: Group) -> str:
     return "normalization group" if isinstance(group, NormalizationGroup) else "scale group"
 
 
-def _refusal(failed: Mapping[Group, Difference], *, by_hand: bool) -> str:
-    told = [
-        f"the {_kind(group)} {group.name!r} is no symmetry of this network: the outputs change by "
-        f"{found.change:.1e} (relative to an output's own scale; {found.allowed:.0e} is allowed)"
-        for group, found in failed.items()
-    ]
-    more = f"; and {len(told) - 6} groups more" if len(told) > 6 else ""
-    advice = (
-        "The group was given by hand: check the axes that it names."
-        if by_hand
-        else "Either the model or its inputs are not those that the graph was discovered on, or a rule is wrong; "
-        'please report the architecture. on_failure="pin" takes such groups out and keeps the others.'
-    )
-    return "; ".join(told[:6]) + more + ". " + advice
+def _some(texts: list[str], between: str, limit: int = 8) -> str:
+    return between.join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
 
 # -- what moves in which pass -----------------------------------------------------------------------------------

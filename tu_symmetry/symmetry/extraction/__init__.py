@@ -105,9 +105,9 @@ def _pins(ledger: Ledger, labels: Labels, forest: Forest, count: int, order: Seq
     for node in forest.nodes.values():
         if forest.moving(node):
             free[node.units.reshape(-1)] = True
-    for name in order:
-        value = ledger.parameters.get(name)
-        for axis, label in enumerate(labels[name] if value is not None else ()):
+    for name in (n for n in order if n in ledger.parameters):
+        value = ledger.parameters[name]
+        for axis, label in enumerate(labels[name]):
             size, reason = value.shape[axis], value.reasons[axis]
             if size == 1:
                 continue

@@ -65,11 +65,7 @@ class Forest:
 
     def chain(self, node: Node | None) -> list[Node]:
         """A node, the node of the blocks that its units stand in, and so on."""
-        found = []
-        while node is not None:
-            found.append(node)
-            node = None if node.parent is None else self.nodes[node.parent]
-        return found
+        return [] if node is None else _chain(self.nodes, node.color)
 
     def moving(self, node: Node | None) -> list[Node]:
         """Those of the chain that are groups of their own."""
@@ -85,6 +81,14 @@ class Forest:
         held = {n.color for n in self.chain(node)[1:]}
         reasons = {**dict.fromkeys(classes.tolist(), reason), **self.reasons}  # the first reason counts
         return replace(self, nodes=kept, still=self.still | held, reasons=reasons)
+
+
+def _chain(nodes: Mapping[int, Node], color: int | None) -> list[Node]:
+    found = []
+    while color is not None:
+        found.append(nodes[color])
+        color = found[-1].parent
+    return found
 
 
 def _present(labels: Labels, count: int, edges: Edges) -> Array:
@@ -159,7 +163,8 @@ class _Planting:
         self.by_color = _by_color(_present(labels, classes.count, coloring.edges), coloring.colors)
         self.pairs = _without_holders(_pairs(coloring.edges, coloring.colors)) if self.by_color else {}
         self.reasons = dict(coloring.reasons)
-        self.nodes: dict[int, Node | None] = {}  # None for a color that is pinned
+        self.nodes: dict[int, Node] = {}
+        self.done: set[int] = set()  # colors that have a node, or are pinned
         self.block_of: dict[int, Array] = {}  # color -> the block of each class
         self.same: list[tuple[Array, Array]] = []
         self.tags: list[Tag] = []
@@ -167,46 +172,32 @@ class _Planting:
     def forest(self) -> Forest:
         pending = list(self.by_color)
         while pending:
-            ready = [c for c in pending if all(p in self.nodes for p in self.pairs.get(c, {}) if p in self.by_color)]
-            if not ready:
-                for color in pending:
-                    self._pin(color, "blocks within one another")
-                break
+            ready = [c for c in pending if all(p in self.done for p in self.pairs.get(c, {}) if p in self.by_color)]
             for color in ready:
                 try:
                     self.nodes[color] = self._place(color, self.by_color[color], self.pairs.get(color, {}))
                 except _Pinned as reason:
                     self._pin(color, str(reason))
-                    self.nodes[color] = None
-            pending = [c for c in pending if c not in self.nodes]
+                self.done.add(color)
+            for color in pending if not ready else ():
+                self._pin(color, "blocks within one another")
+            pending = [c for c in pending if ready and c not in self.done]
         still: set[int] = set()
         for color in self.by_color:
-            if self.nodes.get(color) is None:
-                for outer in self.pairs.get(color, {}):
-                    if self.nodes.get(outer) is not None:
-                        self._pin(outer, "holds a pinned part")
-                        still |= {n.color for n in self._chain(outer)}
-        placed = {color: node for color, node in self.nodes.items() if node is not None}
-        return Forest(placed, frozenset(still), self.reasons, tuple(self.same), tuple(self.tags))
+            for outer in self.pairs.get(color, {}) if color not in self.nodes else ():
+                if outer in self.nodes:
+                    self._pin(outer, "holds a pinned part")
+                    still |= {n.color for n in _chain(self.nodes, outer)}
+        return Forest(self.nodes, frozenset(still), self.reasons, tuple(self.same), tuple(self.tags))
 
     def _pin(self, color: int, reason: str) -> None:
         for unit in np.flatnonzero(self.colors == color).tolist():
             self.reasons.setdefault(unit, reason)
 
-    def _chain(self, color: int | None) -> list[Node]:
-        """The node of a color, its parent, and so on."""
-        found = []
-        while color is not None:
-            node = self.nodes[color]
-            assert node is not None
-            found.append(node)
-            color = node.parent
-        return found
-
     def _around(self, outer: int, block: Array) -> dict[int, Array]:
         """The blocks of units, the blocks that these stand in, and so on, by their colors."""
         found = {outer: block}
-        for node in self._chain(outer):
+        for node in _chain(self.nodes, outer):
             if node.parent is not None:
                 block = self.block_of[node.color][block]
                 found[node.parent] = block
@@ -226,7 +217,7 @@ class _Planting:
         if not blocks:
             return Node(color, units)
         around = {outer: self._around(outer, block[units]) for outer, block in blocks.items()}
-        for candidate in sorted(blocks, key=lambda c: -len(self._chain(c))):
+        for candidate in sorted(blocks, key=lambda c: -len(_chain(self.nodes, c))):
             ancestors = around[candidate]
             if all(c in ancestors and (ancestors[c] == b[units]).all() for c, b in blocks.items()):
                 return self._nested(color, units, candidate, blocks[candidate])
@@ -259,7 +250,7 @@ class _Planting:
 
     def _nested(self, color: int, units: Array, outer: int, block: Array) -> Node:
         """The node of units that stand in one block each."""
-        parent = self._chain(outer)[0]
+        parent = self.nodes[outer]
         flat = parent.units.reshape(-1)
         place = np.full(self.count, -1, dtype=np.int64)
         place[flat] = np.arange(len(flat))

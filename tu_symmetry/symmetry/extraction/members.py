@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tu_symmetry.symmetry.algebra import Array, Label, distinct
 from tu_symmetry.symmetry.extraction.classes import Ties
@@ -23,6 +24,7 @@ from tu_symmetry.symmetry.extraction.forest import Forest, Labels, Node
 from tu_symmetry.symmetry.groups import PermutationMember
 from tu_symmetry.symmetry.ledger import Ledger
 
+Number = TypeVar("Number", np.int64, np.uint64)
 SLOTS = 100_003  # slots of two units at one position make one number: more than there are slots in a unit
 
 
@@ -156,7 +158,7 @@ class Reader:
         if len(nested) > 1:
             raise Contradiction(node, "nested along two axes of a parameter")
         if not nested:
-            flat = Lying(*(array.reshape(-1) for array in lying))
+            flat = Lying(lying.owner.reshape(-1), lying.slot.reshape(-1), lying.rest.reshape(-1))
             grid = _grid(node, flat, lambda: self._roles_along(name, axis, shape).reshape(-1), node.units.size)
             return PermutationMember(name, axis, torch.from_numpy(grid.reshape(*node.units.shape, -1)))
         return self._member_in_rows(node, name, axis, nested[0], lying)
@@ -167,10 +169,10 @@ class Reader:
         """As :meth:`_member`, for units that lie elsewhere (or are others) in different rows of a second axis."""
         shape = lying.owner.shape
 
-        def by_rows(array: Array | Hash) -> Array:
+        def by_rows(array: NDArray[Number]) -> NDArray[Number]:
             return np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(shape[rows_axis], shape[axis])
 
-        lines = Lying(*(by_rows(array) for array in lying))  # type: ignore[arg-type]
+        lines = Lying(by_rows(lying.owner), by_rows(lying.slot), by_rows(lying.rest))
         _, first, kind = np.unique(
             np.concatenate([lines.owner, lines.slot], axis=1), axis=0, return_index=True, return_inverse=True
         )
@@ -179,8 +181,7 @@ class Reader:
         grids: dict[int, Array] = {}
         rows: dict[int, Array] = {}
         for k, row in enumerate(first.tolist()):
-            line = Lying(*(array[row] for array in lines))
-            units = distinct(line.owner[line.owner >= 0])
+            units = distinct(lines.owner[row][lines.owner[row] >= 0])
             if not len(units):
                 continue
             block, *others = distinct(units // node.size).tolist()
@@ -189,10 +190,12 @@ class Reader:
             if len(units) != node.size:
                 _require_alike(node, lines)
                 return None
-            line = line._replace(owner=line.owner - block * node.size)
-            grids[block] = _grid(
-                node, line, lambda row=row: by_rows(self._roles_along(name, axis, shape))[row], node.size
-            )
+            line = Lying(lines.owner[row] - block * node.size, lines.slot[row], lines.rest[row])
+
+            def roles_in(row: int = row) -> Hash:
+                return by_rows(self._roles_along(name, axis, shape))[row]
+
+            grids[block] = _grid(node, line, roles_in, node.size)
             rows[block] = np.flatnonzero(kind == k)
             if len({grid.shape for grid in grids.values()}) > 1:
                 raise Contradiction(node, "blocks of different sizes in a parameter")
