@@ -34,7 +34,7 @@ from tu_symmetry.experiments.linearized_laplace.toy import band_title, bands_tab
 from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.files import FileError
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.posterior.network import derived_seed, initialized
+from tu_symmetry.posterior.network import initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import CommandTable, load_table
@@ -251,26 +251,6 @@ def test_fixup_starts_as_its_paper_says() -> None:
         expected = (2 / fan_in) ** 0.5 / 4**0.5  # Kaiming's, over the square root of the number of branches
         assert float(block.conv1.weight.detach().std()) == pytest.approx(expected, rel=0.15)
     assert not model.head.weight.any() and not model.head.bias.any()
-
-
-def test_networks_are_trained_as_by_hand(table: tuple[Path, dict[str, Any]]) -> None:
-    """A member from its own initialization and order, by a plain loop of Adam with a cosine by the epoch."""
-    out, _ = table
-    model = initialized(CNN(width=2), derived_seed(0, 1, 1)).train()
-    data = DigitsDataModule(batch_size=50, seed=1, **SIZES)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
-    loader: Any = data.train_dataloader()
-    for epoch in range(6):
-        loader.set_epoch(epoch)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        schedule.step()
-    found = trained(out)[1].state_dict()
-    for key, t in model.state_dict().items():
-        torch.testing.assert_close(found[key], t, rtol=2e-3, atol=2e-4, msg=lambda m, k=key: f"{k}: {m}")
 
 
 def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> None:

@@ -61,7 +61,6 @@ def take_profiles(
     """Mass, relative to its minimum, when all units of a layer are scaled: from the last weights, from the optimum.
 
     Args:
-        data: losses are of its training set, accuracies of its test set.
         runs: weight decay to the folders of its runs, one for each seed: fits of the architecture by a routine that
             holds it as ``model``, with ``ScaleCanonicalization``, a CSVLogger, and a ``last.ckpt``.
         reach: largest natural-log factor, in both directions.

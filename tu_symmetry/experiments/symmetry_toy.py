@@ -46,11 +46,8 @@ ROWS = {
 class TwoGroupsDataModule(LightningDataModule):
     """Points around two centers in the plane; targets are 0.0 and 1.0. Validation and test see the training points.
 
-    Args:
-        points: in each group.
-        spread: standard deviation of each coordinate around its center.
-        orders: independent orders for networks trained at once, batches are ``[orders, batch, ...]`` then; the m-th
-            order is that of ``seed + m``.
+    ``spread`` is the standard deviation of each coordinate around its center; with ``orders`` for networks trained at
+    once, batches are ``[orders, batch, ...]``, and the m-th order is that of ``seed + m``.
     """
 
     def __init__(

@@ -73,10 +73,8 @@ def compare(
 ) -> Outcome:
     """Agreement with HMC, total variation to HMC, and accuracy of samples and of means, for every column of Table 1.
 
-    Args:
-        num_samples: draws from each q in a predictive.
-        repeats: how many such predictives are made from independent draws; their figures are averaged. (Draws from a
-            wide q are poor networks; their predictive varies from set to set, and more draws would flatter it.)
+    Figures are means over ``repeats`` predictives of ``num_samples`` draws each: draws from a wide q are poor networks,
+    their predictive varies from set to set, and more draws would flatter it.
     """
     study = PosteriorStudy(model, data, device, seed)
     hmc = study.samples(runs.hmc)
@@ -128,11 +126,8 @@ def prune(
     """Accuracy of pruned samples (own sigma), and of the ensemble's mean and members pruned by HMC's and VI's sigma.
 
     A sigma of another method orders the units of *its* networks; so the means are first matched to the ensemble's mean
-    by activation matching, and the masks move along. A random order of the weights is the control.
-
-    Args:
-        keep: shares of the weights that are kept, those of lowest sigma.
-        num_samples: draws from each q.
+    by activation matching, and the masks move along. A random order of the weights is the control. ``keep`` are shares
+    of the weights, those of lowest sigma.
     """
     study = PosteriorStudy(model, data, device, seed)
     graph, model = study.graph, study.model
@@ -188,12 +183,9 @@ def interpolate(
     seed: int = 0,
     device: str = "auto",
 ) -> Outcome:
-    """Training loss on the segments between networks, before and after activation matching.
+    """Training loss on the segments between the first network and others in turn, before and after matching.
 
-    Args:
-        points: number of points on each segment, both ends included.
-        pairs: number of pairs of each source; the first network with each of the others in turn.
-        seed: nothing is drawn; kept so that all commands of a table take one.
+    Nothing is drawn: ``seed`` is there so that all commands of a table take one.
     """
     study = PosteriorStudy(model, data, device, seed)
     found: dict[str, Any] = {}

@@ -100,9 +100,7 @@ def match_pairs(
 ) -> Outcome:
     """Match every trained copy to its trained original: NoT, squared distance, barrier, and NoT along the last path.
 
-    Args:
-        pairs: folder of :func:`make_pairs`.
-        points: points on each interpolation, both ends included.
+    ``pairs`` is the folder of :func:`make_pairs`, ``samples`` that of the trained networks, in the same order.
     """
     study = Study(model, data, device)
     made = Outcome.load(pairs).results

@@ -154,10 +154,8 @@ def linearized_posterior(
 
     Args:
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
-        model: the architecture, a :class:`UNet`.
         tv_weight: weight of the training, one for all or number of angles to weight: the rate of the hyperprior is
             ``predcp_scale * measurements * tv_weight``.
-        optimizer: optimizer of the evidence.
         num_steps: steps of Adam; the most of L-BFGS-B.
         num_samples: posterior and prior samples that are kept for the figures.
         joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
@@ -231,8 +229,6 @@ def dropout_posterior(
     Args:
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine` of a network with dropout.
         num_samples: random masks; more than the image has pixels, for a covariance of full rank.
-        batch_size: masks at a time.
-        seed: seed of the masks, which are others on another kind of device.
     """
     found, on = Reconstructions.load(reconstructions), chosen_device(device)
     size = found.images[0].numel()
@@ -283,17 +279,11 @@ def sampled_posterior(
     """The posterior of images that no dense kernel fits: evidence by stochastic gradients, a Gaussian of patches.
 
     Args:
-        reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
-        model: the architecture, a :class:`UNet`.
-        num_steps: steps of Adam.
-        decay_every: steps after which its learning rate is halved.
+        decay_every: steps after which the learning rate of Adam is halved.
         num_probes: random signs of a gradient.
         rank: rank of the preconditioner.
         refresh_every: steps after which it is made anew.
-        max_iterations: most iterations of conjugate gradients.
-        num_samples: posterior samples of the image.
         patches: sides of the square patches that are scored; pixels of different patches are independent.
-        double: whether to compute in float64.
         tv_weight: as for :func:`linearized_posterior`; None for the evidence alone.
         hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
     """
@@ -361,11 +351,8 @@ def sampled_posterior(
 def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance: float) -> float:
     """Log density a pixel (nats) of an image under Gaussians of its patches, with the samples' covariances.
 
-    Args:
-        error: truth less mean, ``[1, height, width]``.
-        samples: deviations from the mean ``[samples, height * width]``.
-        side: side of the patches; those at the right and lower edge are smaller.
-        extra_variance: added to every pixel's variance.
+    ``error`` is the truth less the mean, ``[1, height, width]``; samples are deviations from the mean, ``[samples,
+    height * width]``. Patches at the right and lower edge are smaller.
     """
     _, height, width = error.shape
     index = torch.arange(height * width, device="cpu").view(height, width)

@@ -66,9 +66,7 @@ class ResNet(nn.Module):
 class VGG(nn.Module):
     """Plain network of Simonyan and Zisserman 2015 with batch normalization after each convolution.
 
-    Args:
-        stages: channels of the 3x3 convolutions in each stage; stages are separated by max-pooling.
-        hidden: widths of the fully connected layers before the output, which have no normalization.
+    ``stages``: channels of the 3x3 convolutions between max-poolings; ``hidden``: widths of fully connected layers.
     """
 
     def __init__(
