@@ -78,12 +78,7 @@ def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
 
 
 def _medoid(
-    graph: SymmetryGraph,
-    networks: Sequence[State],
-    match: Match,
-    candidates: int,
-    threads: int,
-    progress: Progress,
+    graph: SymmetryGraph, networks: Sequence[State], match: Match, candidates: int, threads: int, progress: Progress
 ) -> Target:
     """The network with the least sum of distances to the others after matching.
 
