@@ -31,7 +31,7 @@ class Tracker(Protocol):
 Progress = Callable[[dict[str, Any]], None]
 """What the argument ``progress`` of a long computation takes: it is called with ``{"stage": ..., ...}``."""
 Track = Callable[[str, int], AbstractContextManager[Tracker]]
-_COUNTERS = ("batch", "iteration", "step")  # what a stage counts its steps by
+_COUNTERS = ("done", "batch", "iteration", "step")  # what a stage counts its steps by
 
 
 class StageProgress:
@@ -138,7 +138,7 @@ class Display:
         """A bar for one loop of ``total`` steps, or a line every 15 seconds."""
         if not self.console.is_terminal:
             lines = _Lines("", self.console, 15.0)
-            yield _Tracker(lambda done, info: lines.show({"stage": description, "step": done, "batches": total} | info))
+            yield _Tracker(lambda done, info: lines.show({"stage": description, "done": done, "batches": total} | info))
             return
         bars = Bars(
             SpinnerColumn(),
