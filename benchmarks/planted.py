@@ -103,7 +103,13 @@ def _match(
     seed: int,
     options: dict[str, Any],
 ) -> tuple[tus.alignment.Matching, float]:
-    generator = torch.Generator().manual_seed(seed) if "restarts" in options else None
+    options = dict(options)
+    more = options.pop("restarts", 1) - 1
+    generator = torch.Generator().manual_seed(seed) if more else None
     with Stopwatch() as watch:
         found = tus.weight_matching(graph, reference, state, generator=generator, **options)
+        for _ in range(more):
+            start = tus.random_permutation(graph, generator=generator)
+            again = tus.weight_matching(graph, reference, state, init=start, generator=generator, **options)
+            found = max(found, again, key=lambda one: one.objective)
     return found, watch.cpu

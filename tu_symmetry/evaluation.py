@@ -87,18 +87,39 @@ def forward(model: nn.Module, state: Mapping[str, Tensor], inputs: Tensor) -> An
     return functional_call(model, dict(state), (inputs,), tie_weights=False)
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Consecutive batches of resident tensors, in order, as often as they are iterated.
+class Moments:
+    """Means of units and sums of their squared deviations, float64 (Chan's update, exact for any split in batches).
 
-    Attributes:
-        x: ``[n, ...]`` inputs.
-        y: ``[n]`` class numbers.
-        batch_size: the size of all batches but the last.
+    For two sets of units, the last one of the sums is of the products of both, ``[units, units]``.
     """
 
-    x: Tensor
-    y: Tensor
+    def __init__(self) -> None:
+        self.count = 0
+        self.means: list[Tensor] = []
+        self.sums: list[Tensor] = []
+
+    def add(self, *sets: Tensor) -> None:
+        """Add samples ``[units, samples]`` of one or two sets of units."""
+        count = sets[0].shape[1]
+        means = [t.mean(1, dtype=torch.float64) for t in sets]
+        rest = [t - m.to(t.dtype)[:, None] for t, m in zip(sets, means, strict=True)]
+        sums = [t.square().sum(1).double() for t in rest] + ([(rest[0] @ rest[1].T).double()] if len(rest) > 1 else [])
+        if self.count:
+            total = self.count + count
+            steps = [new - old for new, old in zip(means, self.means, strict=True)]
+            shifts = [d.square() for d in steps] + ([torch.outer(*steps)] if len(steps) > 1 else [])
+            weight = self.count * count / total
+            sums = [s + n + weight * d for s, n, d in zip(self.sums, sums, shifts, strict=True)]
+            means = [old + d * (count / total) for old, d in zip(self.means, steps, strict=True)]
+        self.count, self.means, self.sums = self.count + count, means, sums
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Consecutive batches of resident tensors, in order, as often as they are iterated."""
+
+    x: Tensor  # [n, ...]
+    y: Tensor  # class numbers, [n]
     batch_size: int = 1000
 
     def __len__(self) -> int:

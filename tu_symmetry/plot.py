@@ -39,16 +39,7 @@ def new_axes(ax: Any = None, panels: int = 1, *, width: float = 4.6, height: flo
 def bands(
     x: Sequence[float], runs: Mapping[str, Any], *, xlabel: str = "", ylabel: str = "", title: str = "", ax: Any = None
 ) -> Drawn:
-    """Means over runs with plus and minus one standard deviation shaded.
-
-    Args:
-        x: ``[points]``.
-        runs: label to values ``[runs, points]``, or ``[points]`` for one run.
-        xlabel: label of the horizontal axis.
-        ylabel: label of the vertical axis.
-        title: the title of the axes.
-        ax: axes to draw on.
-    """
+    """Means of ``[runs, points]`` (or ``[points]``) with plus and minus one standard deviation over runs shaded."""
     from tu_symmetry.reporting.plots import COLORS, band
 
     figure, axes = new_axes(ax)
@@ -61,13 +52,7 @@ def bands(
 
 
 def interpolation(lines: Mapping[str, Any], *, ylabel: str = "loss", title: str = "", ax: Any = None) -> Drawn:
-    """The loss along the lines between networks, with the largest excess over the chord in the legend.
-
-    Args:
-        lines: label to what :func:`~tu_symmetry.loss_barrier` returns, one or several.
-        ylabel: label of the vertical axis.
-        title: the title of the axes.
-        ax: axes to draw on.
+    """The loss along one or several lines of :func:`~tu_symmetry.loss_barrier` for each label, with the mean barriers.
 
     Raises:
         ValueError: no lines, or lines of different points.
@@ -93,10 +78,8 @@ def interpolation(lines: Mapping[str, Any], *, ylabel: str = "loss", title: str 
 def sigma_histograms(sigmas: Mapping[str, Mapping[str, Any]], *, ax: Any = None) -> Drawn:
     """Distribution of the weights' standard deviations before (sigma_d) and after (sigma_r) symmetries are removed.
 
-    Args:
-        sigmas: title of a panel to ``{"before": values, "after": values}``: arrays, tensors, or states of tensors
-            (``CompactPosterior.std``), whose entries are taken together.
-        ax: axes to draw on, one for each panel.
+    There is a panel for each title of ``{"before": values, "after": values}``: arrays, tensors, or states of tensors
+    (``CompactPosterior.std``), whose entries are taken together.
     """
     figure, axes = new_axes(ax, len(sigmas), width=3.6, height=2.9)
     for one, (title, pair) in zip(np.atleast_1d(axes), sigmas.items(), strict=True):
@@ -116,13 +99,7 @@ def sigma_histograms(sigmas: Mapping[str, Mapping[str, Any]], *, ax: Any = None)
 def barriers(
     matrices: Mapping[str, Any], *, label: str = "barrier", names: Sequence[str] | None = None, ax: Any = None
 ) -> Drawn:
-    """Barriers between pairs of networks as colors, all panels on one scale.
-
-    Args:
-        matrices: title to ``[n, n]``; NaN where nothing was measured.
-        label: the label of the color bar.
-        names: the names of the networks; their numbers if left out.
-        ax: axes to draw on, one for each matrix.
+    """Barriers between pairs of networks, ``[n, n]`` with NaN where nothing was measured, as colors of one scale.
 
     Raises:
         ValueError: no square matrices.
@@ -148,15 +125,7 @@ def barriers(
 def bars(
     values: Mapping[str, Sequence[float]], names: Sequence[str], *, ylabel: str = "", log: bool = False, ax: Any = None
 ) -> Drawn:
-    """One bar for each name and label, side by side: masses of layers, precisions of groups.
-
-    Args:
-        values: label to one number for each name.
-        names: under the bars.
-        ylabel: label of the vertical axis.
-        log: whether that axis is logarithmic.
-        ax: axes to draw on.
-    """
+    """One bar for each name and label, side by side: masses of layers, precisions of groups."""
     figure, axes = new_axes(ax, width=min(max(4.6, 0.25 * len(names)), 24))
     colors = _colors(len(values))
     wide = 0.8 / max(len(values), 1)

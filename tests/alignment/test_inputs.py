@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "NaN": (lambda g: tus.align(g, [A, {**B, "5.bias": B["5.bias"] * math.nan}]), tus.SymmetryError, r"states\[1\]"),
     "match_on": (lambda g: tus.align(g, [A, B], match_on="loss"), ValueError, "unknown match_on 'loss'"),
     "solver": (lambda g: tus.weight_matching(g, A, B, solver="best"), ValueError, "unknown solver 'best'"),
-    "restarts": (lambda g: tus.weight_matching(g, A, B, restarts=3), ValueError, "barycenter"),
+    "a start": (lambda g: tus.weight_matching(g, A, B, init={"0": torch.arange(8)}), ValueError, "barycenter"),
     "init": (
         lambda g: tus.weight_matching(g, A, B, solver="descent", init={"0": torch.zeros(8, dtype=torch.long)}),
         tus.SymmetryError,

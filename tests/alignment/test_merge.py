@@ -144,16 +144,6 @@ def test_a_merge_is_its_steps(correction: Any, weights: Any) -> None:
     assert last == measure(model, by_hand, data(), {"loss": F.cross_entropy})
 
 
-def test_what_is_not_permuted_is_not_verified() -> None:
-    graph = tus.discover_symmetries(net(), torch.zeros(2, 4, dtype=torch.float64))
-    states = [random_state(net(), torch.Generator().manual_seed(k)) for k in range(2)]
-    merged = tus.merge(graph, states, net(), reference=None)
-    assert not graph.verified
-    close(merged.state, {n: (t + states[1][n]) / 2 for n, t in states[0].items()})
-    tus.merge(graph, states, net())
-    assert graph.verified
-
-
 @pytest.mark.parametrize("correction", ["none", "batchnorm", "repair"])
 @pytest.mark.parametrize("source", ["files", "safetensors", "index", "store", "stack"])
 def test_files_stores_and_stacks_merge_as_lists_do(correction: Any, source: str, tmp_path: Path) -> None:

@@ -12,12 +12,7 @@ from torch.nn import functional as F
 from zoo import CASES, discovered, planted
 
 import tu_symmetry as tus
-from tu_symmetry.alignment.barrier import (
-    chord_excess,
-    classifier_scores,
-    interpolate,
-    mean_loss,
-)
+from tu_symmetry.alignment.barrier import chord_excess, classifier_scores, interpolate, mean_loss
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.symmetry.running.weights import random_state

@@ -187,17 +187,9 @@ def test_files_and_states_are_aligned_alike(
     ]
     architecture = discover_symmetries(network(), torch.zeros(1, 4))
     files, given = write(tmp_path, states), reference == "given"
-    candidates = {"candidates": 3} if reference == "medoid" else {}
-    found = align(
-        architecture,
-        states[given:],
-        reference=states[0] if given else reference,
-        solver=solver,
-        **candidates,  # type: ignore[arg-type]
-    )
+    found = align(architecture, states[given:], reference=states[0] if given else reference, solver=solver)
     words = ["align", *map(str, files[given:]), "--out", str(tmp_path / "out")]
     words += ["--reference", str(files[0]) if given else reference, "--solver", solver]
-    words += [word for name, value in candidates.items() for word in (f"--{name}", str(value))]
     assert cli.main([*words, "--model", f"{__name__}.{network.__name__}", "--input", "1,4"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert len(report["files"]) == len(found.permutations)

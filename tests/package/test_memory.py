@@ -33,18 +33,10 @@ def problem() -> tuple[nn.Module, Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("options", "each", "message"),
     [
-        (
-            {"curvature": "full"},
-            40 * 243**2,
-            r"243 parameters, a matrix of 243 x 243.*'kfac' or 'diag', or a",
-        ),
+        ({"curvature": "full"}, 40 * 243**2, r"243 parameters, a matrix of 243 x 243.*'kfac' or 'diag', or a"),
         ({"curvature": "full", "prior": "per_layer"}, 52 * 243**2, r"243 x 243.*parameters=\[...\]"),
         ({"curvature": "last_layer"}, 40 * 93**2, r"93 parameters.*parameters='last_layer'"),
-        (
-            {"curvature": "kfac"},
-            8 * (4**2 + 30**2 + 30**2 + 3**2 + 4 * 30**2),
-            r"widest layer '0'.*4 features",
-        ),
+        ({"curvature": "kfac"}, 8 * (4**2 + 30**2 + 30**2 + 3**2 + 4 * 30**2), r"widest layer '0'.*4 features"),
     ],
 )
 def test_a_curvature_that_would_not_fit(

@@ -76,3 +76,14 @@ def test_in_a_terminal_one_line_changes() -> None:
         show({"stage": "curvature", "batch": 1, "batches": 2})
         time.sleep(0.2)
     assert "curvature batch 1/2" in out.getvalue()
+
+
+def test_a_loop_outside_of_a_terminal_counts_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures of any name stand beside it."""
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr(progress.time, "monotonic", clock)
+    with progress.Display(Console(file=out)).track("matching", 4) as tracker:
+        for done in range(1, 4):
+            clock.now += 10.0
+            tracker.update(done, step="the first")
+    assert out.getvalue() == "matching done 2/4, 10.0 s each, 20 s left  step the first\n"

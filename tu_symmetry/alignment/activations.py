@@ -19,7 +19,7 @@ from tu_symmetry.alignment.assignment import assign_family, family_value
 from tu_symmetry.alignment.gram import Family, descendants, interact, is_below, own_member
 from tu_symmetry.alignment.matching import Matching, check_pair, descend, weight_distance
 from tu_symmetry.alignment.products import WeightSimilarities
-from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device
+from tu_symmetry.evaluation import Moments, evaluating, forward, input_batches, on_device
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -130,41 +130,17 @@ def _clash(family: Family, places: Mapping[str, list[_Place]]) -> bool:
     )
 
 
-class _Accumulator:
-    """Streaming products of deviations from the means, in float64 (Chan's update, exact for any split in batches)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.means: list[Tensor] = []
-        self.sums: list[Tensor] = []
-
-    def add(self, a: Tensor, b: Tensor) -> None:
-        """Add activations ``[units, samples]`` of the two networks."""
-        if not all(1 / _ORDINARY < size < _ORDINARY for size in map(largest_entry, (a, b)) if size > 0):
-            a, b = a.double(), b.double()  # single precision does not hold their products
-        count = a.shape[1]
-        means = [t.mean(1, dtype=torch.float64) for t in (a, b)]
-        a, b = (t - m.to(t.dtype)[:, None] for t, m in zip((a, b), means, strict=True))
-        sums = [t.double() for t in (a @ b.T, a.square().sum(1), b.square().sum(1))]
-        if self.count:
-            da, db = (new - old for new, old in zip(means, self.means, strict=True))
-            weight = self.count * count / (self.count + count)
-            shifts = (torch.outer(da, db), da.square(), db.square())
-            sums = [s + n + weight * d for s, n, d in zip(self.sums, sums, shifts, strict=True)]
-            means = [old + d * (count / (self.count + count)) for old, d in zip(self.means, (da, db), strict=True)]
-        self.count, self.means, self.sums = self.count + count, means, sums
-
-    def result(self, similarity: Similarity) -> Tensor:
-        """Similarities ``[units, units]`` on the host; a unit that is constant correlates with nothing."""
-        scatter, *squares = (s.cpu() for s in self.sums)
-        means = [m.cpu() for m in self.means]
-        if similarity == "product":
-            return scatter + self.count * torch.outer(*means)
-        inverse = [
-            torch.where(s > _CONSTANT * self.count * m.square(), s, torch.inf).rsqrt()
-            for s, m in zip(squares, means, strict=True)
-        ]
-        return scatter * torch.outer(*inverse)
+def _similarities(moments: Moments, similarity: Similarity) -> Tensor:
+    """Similarities ``[units, units]`` on the host; a unit that is constant correlates with nothing."""
+    *squares, scatter = (s.cpu() for s in moments.sums)
+    means = [m.cpu() for m in moments.means]
+    if similarity == "product":
+        return scatter + moments.count * torch.outer(*means)
+    inverse = [
+        torch.where(s > _CONSTANT * moments.count * m.square(), s, torch.inf).rsqrt()
+        for s, m in zip(squares, means, strict=True)
+    ]
+    return scatter * torch.outer(*inverse)
 
 
 def _units(activation: Tensor, axis: int, index: Tensor) -> Tensor:
@@ -201,7 +177,7 @@ def _observe(
 
         return hook
 
-    sums: dict[tuple[str, str], _Accumulator] = {}
+    moments: dict[tuple[str, str], Moments] = {}
     weights, device = on_device(reference_state)
     states = [weights, {n: t.to(weights[n]) for n, t in state.items()}]
     with evaluating(model, {path: capture(path) for path, _ in needed}):
@@ -213,11 +189,13 @@ def _observe(
                 seen.append(dict(calls))
             for name, place, index in wanted:
                 for a, b in zip(*(run.get((place.module, place.side), []) for run in seen), strict=True):
-                    accumulator = sums.setdefault((name, place.module), _Accumulator())
-                    accumulator.add(_units(a, place.axis, index), _units(b, place.axis, index))
+                    pair = [_units(t, place.axis, index) for t in (a, b)]
+                    if not all(1 / _ORDINARY < size < _ORDINARY for size in map(largest_entry, pair) if size > 0):
+                        pair = [t.double() for t in pair]  # single precision does not hold their products
+                    moments.setdefault((name, place.module), Moments()).add(*pair)
     totals: dict[str, Tensor] = {}
-    for (name, module), accumulator in sums.items():
-        result = accumulator.result(similarity)
+    for (name, module), found in moments.items():
+        result = _similarities(found, similarity)
         if not torch.isfinite(result).all():
             raise ValueError(
                 f"activations at {module!r} are NaN or infinite; the weights are finite, so look at the inputs, or at "

@@ -33,7 +33,6 @@ class Target:
     state: Mapping[str, Tensor]  # of a mean and a universe the mean of all that are aligned
     index: int | None = None  # its number, if it is one of the networks
     permutations: Mapping[int, Permutation] = field(default_factory=dict)  # those that are known already
-    iterations: int = 1  # passes over the networks
     search: Mapping[str, Any] = field(default_factory=dict)  # candidates and totals of a medoid; sweeps, converged
 
 
@@ -79,12 +78,7 @@ def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
 
 
 def _medoid(
-    graph: SymmetryGraph,
-    networks: Sequence[State],
-    match: Match,
-    candidates: int,
-    threads: int,
-    progress: Progress,
+    graph: SymmetryGraph, networks: Sequence[State], match: Match, candidates: int, threads: int, progress: Progress
 ) -> Target:
     """The network with the least sum of distances to the others after matching.
 
@@ -172,6 +166,5 @@ def _consensus(
     return Target(
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         permutations={k: compose(back, permutation) for k, permutation in enumerate(held)},
-        iterations=sweep + 1,
         search={"sweeps": sweep, "converged": sweep == 0 or not moved},
     )

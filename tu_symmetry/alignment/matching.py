@@ -23,7 +23,7 @@ from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import Permutation, check_permutation, identity_permutation, random_permutation
+from tu_symmetry.symmetry.elements import Permutation, check_permutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.transfer import numbers
 
@@ -100,7 +100,6 @@ def weight_matching(
     state: Mapping[str, Tensor],
     *,
     solver: Solver = "frank_wolfe",
-    restarts: int = 1,
     look_again: bool = True,
     init: Permutation | None = None,
     generator: torch.Generator | None = None,
@@ -111,22 +110,19 @@ def weight_matching(
     statistics move with their channels, but do not count.
 
     ``frank_wolfe`` is a relaxation from the barycenter, assignment, and a descent. ``descent`` from ``init`` (or the
-    identity) goes through one group after the other until none gains, and finds what start and order lead to. It takes
-    further random starts (``restarts`` counts all), and looks for a better optimum around each group (``look_again``,
-    which takes a few times as long). A generator is for random starts and the order of groups.
+    identity) goes through one group after the other until none gains, and finds what start and order lead to; with
+    ``look_again``, which takes a few times as long, it looks for a better optimum around each group. Groups come in a
+    fixed order, or with a generator in another one in each sweep.
 
     Raises:
         SymmetryError: a state of another architecture, weights that are NaN, infinite, or so large that float64 does
             not hold their products, or an ``init`` that is no permutation.
-        ValueError: an unknown solver, ``init`` or ``restarts`` for a solver that has no start to choose.
+        ValueError: an unknown solver, or ``init`` for one that has no start to choose.
     """
     if solver not in ("frank_wolfe", "descent"):
         raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe' or 'descent'")
-    if restarts < 1 or (solver == "frank_wolfe" and (init is not None or restarts != 1)):
-        raise ValueError(
-            f"init= and restarts={restarts} choose starts of solver='descent', at least 1; 'frank_wolfe' starts at the "
-            "barycenter"
-        )
+    if solver == "frank_wolfe" and init is not None:
+        raise ValueError("init= is where solver='descent' starts; 'frank_wolfe' starts at the barycenter")
     check_pair(graph, reference_state, state)
     if init is not None:
         check_permutation(init)
@@ -141,29 +137,21 @@ def weight_matching(
     def value(trial: Permutation) -> float:
         return _inner_product(graph, reference_state, permute_tensors(graph, trial, state))
 
-    best: tuple[float, Permutation, int, bool] | None = None
-    for attempt in range(restarts):
-        iterations = 0
-        start = identity_permutation(graph) | (init or {})
-        if solver == "frank_wolfe":
-            relaxed, iterations = frank_wolfe(similarities.products)
-            start = start | relaxed
-        elif attempt:
-            start = random_permutation(graph, generator=generator)
-        permutation, sweeps, converged = descend(similarities, similarities.plan.families, start, generator)
-        if solver == "descent" and look_again:
-            least = _ROUNDING * math.prod(_inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
-            permutation, more = _look_again(similarities, start, permutation, value, least)
-            sweeps += more
-        objective = value(permutation)
-        if best is None or objective > best[0]:
-            best = objective, permutation, iterations + sweeps, converged
-    assert best is not None
-    objective, permutation, sweeps, converged = best
+    start = identity_permutation(graph) | (init or {})
+    iterations = 0
+    if solver == "frank_wolfe":
+        relaxed, iterations = frank_wolfe(similarities.products)
+        start = start | relaxed
+    permutation, sweeps, converged = descend(similarities, similarities.plan.families, start, generator)
+    if solver == "descent" and look_again:
+        least = _ROUNDING * math.prod(_inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
+        permutation, more = _look_again(similarities, start, permutation, value, least)
+        sweeps += more
+    objective = value(permutation)
     if not math.isfinite(objective):
         raise SymmetryError("the products of these weights leave the range of float64, as those of diverged runs do")
     after = weight_distance(graph, given[0], permute_tensors(graph, permutation, given[1]))
-    return Matching(permutation, objective, sweeps, converged, before, after)
+    return Matching(permutation, objective, iterations + sweeps, converged, before, after)
 
 
 def descend(

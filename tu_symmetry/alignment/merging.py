@@ -245,12 +245,7 @@ def _align(
 
 
 def _line(
-    model: nn.Module,
-    data: Iterable[Any],
-    loss: Loss,
-    points: int,
-    ends: StateSource,
-    finish: Finish | None,
+    model: nn.Module, data: Iterable[Any], loss: Loss, points: int, ends: StateSource, finish: Finish | None
 ) -> LossBarrier:
     """Losses along the line between two networks; inner points are corrected."""
     line = []

@@ -21,15 +21,8 @@ Networks = Mapping[str, Tensor] | Sequence[Network] | nn.Module
 class StateSource(Sequence[State]):
     """A sequence of states out of memory, files, a store, a stack or a routine; each is read when it is asked for.
 
-    Nothing is kept: who asks for a network twice reads it twice.
-
-    Args:
-        source: state dicts, files that :func:`~tu_symmetry.load_state` reads or LightningModules in a sequence, a
-            :class:`~tu_symmetry.SampleStore`, a stack with a leading sample axis, or a LightningModule with members.
-        prefix: is taken off the names in files; a file without any such name is read as it is.
-
-    Raises:
-        TypeError: anything else.
+    Nothing is kept: who asks for a network twice reads it twice. A ``prefix`` is taken off the names in files; a file
+    without any such name is read as it is.
     """
 
     def __init__(self, source: Networks, *, prefix: str = "") -> None:

@@ -13,43 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tu_symmetry.evaluation import evaluating, forward, input_batches, on_device, reusable
+from tu_symmetry.evaluation import Moments, evaluating, forward, input_batches, on_device, reusable
 from tu_symmetry.states import State, as_given, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
 from tu_symmetry.transfer import numbers
 
 Correction = Literal["none", "batchnorm", "repair"]
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-class _Moments:
-    """Pooled mean and variance of each channel over everything that was added, float64."""
-
-    def __init__(self, axis: int) -> None:
-        self.axis, self.count = axis, 0
-        self.mean = self.scatter = torch.zeros((), device="cpu")
-
-    def add(self, activation: Tensor) -> None:
-        """Add activations; all axes but the channels' are pooled (Chan's update, exact for any split in batches)."""
-        rows = activation.detach().movedim(self.axis, 0).flatten(1).double()
-        count, mean = rows.shape[1], rows.mean(1)
-        scatter = (rows - mean[:, None]).square().sum(1)
-        total = self.count + count
-        if self.count == 0:
-            self.mean, self.scatter = mean, scatter
-        else:
-            delta = mean - self.mean
-            self.mean = self.mean + delta * (count / total)
-            self.scatter = self.scatter + scatter + delta.square() * (self.count * count / total)
-        self.count = total
-
-    def finite(self) -> Tensor:
-        """Whether all are numbers."""
-        return torch.isfinite(self.mean).all() & torch.isfinite(self.scatter).all()
-
-    @property
-    def std(self) -> Tensor:
-        return (self.scatter / self.count).sqrt()
 
 
 def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -74,10 +44,10 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
             f"{type(model).__name__} has no BatchNorm layer with running statistics to re-estimate; networks without "
             "batch normalization are corrected by repair()"
         )
-    moments = {path: _Moments(1) for path in layers}
+    moments = {path: Moments() for path in layers}
     weights, device = on_device(require_state(state, "state", like=model.state_dict()))
     scratch = {n: t.clone() if n.rpartition(".")[0] in layers else t for n, t in weights.items()}
-    with evaluating(model, {path: _watch(found, inputs=True) for path, found in moments.items()}):
+    with evaluating(model, {path: _watch(found, 1, inputs=True) for path, found in moments.items()}):
         for module in layers.values():
             module.training = True
         _fill(moments, model, scratch, dataloader, device)
@@ -86,7 +56,8 @@ def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataload
         if found.count == 0:
             continue  # a layer that this forward pass does not use
         prefix = f"{path}." if path else ""
-        for name, value in (("running_mean", found.mean), ("running_var", found.scatter / max(found.count - 1, 1))):
+        variance = found.sums[0] / max(found.count - 1, 1)
+        for name, value in (("running_mean", found.means[0]), ("running_var", variance)):
             result[prefix + name] = _held(value, state[prefix + name], prefix + name)
     return result
 
@@ -134,16 +105,16 @@ def repair(
     for k in range(len(states)):  # by number: a sequence that reads its networks from files keeps none of them
         ends.append(_measure(model, require_state(states[k], f"states[{k}]", like=own), batches, todo))
     for path in todo:
-        now = _measure(model, result, batches, [path])[path]
-        goal_mean = sum(r * end[path].mean for r, end in zip(ratios, ends, strict=True))
-        goal_std = sum(r * end[path].std for r, end in zip(ratios, ends, strict=True))
-        factor = torch.where(now.std > 0, goal_std / now.std.clamp_min(1e-300), torch.ones_like(now.std))
+        mean, std = _measure(model, result, batches, [path])[path]
+        goal_mean = sum(r * end[path][0] for r, end in zip(ratios, ends, strict=True))
+        goal_std = sum(r * end[path][1] for r, end in zip(ratios, ends, strict=True))
+        factor = torch.where(std > 0, goal_std / std.clamp_min(1e-300), torch.ones_like(std))
         weight = result[f"{path}.weight"]
         scaled = weight.double() * factor.reshape(-1, *[1] * (weight.ndim - 1))
         result[f"{path}.weight"] = _held(scaled, weight, f"{path}.weight")
         bias = result.get(f"{path}.bias")
         if bias is not None:
-            result[f"{path}.bias"] = _held((bias.double() - now.mean) * factor + goal_mean, bias, f"{path}.bias")
+            result[f"{path}.bias"] = _held((bias.double() - mean) * factor + goal_mean, bias, f"{path}.bias")
     return result
 
 
@@ -166,13 +137,18 @@ def correct(
     return repair(model, states, ratios, merged_state, dataloader)
 
 
-def _watch(moments: _Moments, *, inputs: bool) -> Callable[..., None]:
-    """A hook that adds what a layer is given, or makes."""
-    return lambda module, args, output: moments.add(args[0] if inputs else output)
+def _watch(moments: Moments, axis: int, *, inputs: bool) -> Callable[..., None]:
+    """A hook that adds what a layer is given, or makes, with all axes but the channels' pooled."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen = args[0] if inputs else output
+        moments.add(seen.detach().movedim(axis, 0).flatten(1).double())
+
+    return hook
 
 
 def _fill(
-    moments: Mapping[str, _Moments],
+    moments: Mapping[str, Moments],
     model: nn.Module,
     weights: Mapping[str, Tensor],
     dataloader: Iterable[Any],
@@ -185,7 +161,7 @@ def _fill(
     """
     for batch, inputs in enumerate(input_batches(dataloader, device)):
         forward(model, weights, inputs)
-        filled = {path: found.finite() for path, found in moments.items() if found.count}
+        filled = {path: torch.isfinite(found.sums[0]).all() for path, found in moments.items() if found.count}
         broken = [path for path, finite in zip(filled, numbers(list(filled.values())), strict=True) if not finite]
         if broken:
             sound = bool(torch.isfinite(inputs).all())
@@ -213,14 +189,14 @@ def _held(value: Tensor, given: Tensor, name: str) -> Tensor:
 
 def _measure(
     model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], paths: Sequence[str]
-) -> dict[str, _Moments]:
-    """Moments of the outputs of some layers, in evaluation mode."""
-    modules = dict(model.named_modules())
-    moments = {path: _Moments(-1 if isinstance(modules[path], nn.Linear) else 1) for path in paths}
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Means and standard deviations of the outputs of some layers, in evaluation mode."""
+    axes = {p: -1 if isinstance(m, nn.Linear) else 1 for p, m in model.named_modules() if p in paths}
+    moments = {path: Moments() for path in paths}
     weights, device = on_device(state)
-    with evaluating(model, {path: _watch(found, inputs=False) for path, found in moments.items()}):
+    with evaluating(model, {path: _watch(found, axes[path], inputs=False) for path, found in moments.items()}):
         _fill(moments, model, weights, dataloader, device)
-    return moments
+    return {path: (found.means[0], (found.sums[0] / found.count).sqrt()) for path, found in moments.items()}
 
 
 def _correctable(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> list[str]:

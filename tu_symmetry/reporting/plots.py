@@ -44,16 +44,7 @@ def figure(path: Path, panels: int, width: float = 3.6, height: float = 2.9) -> 
 
 @contextmanager
 def grid(path: Path, rows: int, columns: int, width: float, height: float, **options: Any) -> Iterator[Any]:
-    """Rows of panels in the common style (``[rows, columns]``), written as PNG to ``path`` at the end.
-
-    Args:
-        path: the path of the PNG.
-        rows: the number of rows of panels.
-        columns: the number of columns of panels.
-        width: the width of a panel, in inches.
-        height: the height of a panel, in inches.
-        options: the options of ``Figure.subplots`` (``sharex``, ...).
-    """
+    """Panels ``[rows, columns]`` of so many inches in the common style, written as PNG to ``path`` at the end."""
     with matplotlib.rc_context(STYLE):
         made = Figure(figsize=(width * columns, height * rows))  # of no window system, whatever backend is in use
         yield made.subplots(rows, columns, squeeze=False, **options)

@@ -31,16 +31,11 @@ class Tracker(Protocol):
 Progress = Callable[[dict[str, Any]], None]
 """What the argument ``progress`` of a long computation takes: it is called with ``{"stage": ..., ...}``."""
 Track = Callable[[str, int], AbstractContextManager[Tracker]]
-_COUNTERS = ("batch", "iteration", "step")  # what a stage counts its steps by
+_COUNTERS = ("done", "batch", "iteration", "step")  # what a stage counts its steps by
 
 
 class StageProgress:
-    """One line of what a computation says of itself: its stage, how far, how fast, how long still.
-
-    Args:
-        title: in front of every line.
-        clock: seconds.
-    """
+    """One line of what a computation says of itself: its stage, how far, how fast, how long still."""
 
     def __init__(self, title: str = "", *, clock: Callable[[], float] | None = None) -> None:
         self.title, self._clock = title, clock or time.monotonic
@@ -143,7 +138,7 @@ class Display:
         """A bar for one loop of ``total`` steps, or a line every 15 seconds."""
         if not self.console.is_terminal:
             lines = _Lines("", self.console, 15.0)
-            yield _Tracker(lambda done, info: lines.show({"stage": description, "step": done, "batches": total} | info))
+            yield _Tracker(lambda done, info: lines.show({"stage": description, "done": done, "batches": total} | info))
             return
         bars = Bars(
             SpinnerColumn(),
@@ -166,17 +161,11 @@ def show_progress(title: str = "Laplace", *, console: Console | None = None, eve
     """What the argument ``progress`` of long computations takes, to see them work.
 
     In a terminal it is one line that changes, elsewhere (a log file, a batch job, a notebook's text) a line every
-    ``every`` seconds; what takes less time prints nothing.
+    ``every`` seconds; what takes less time prints nothing. It goes to the standard error without a console.
 
     Example:
         >>> with tus.show_progress() as progress:                                            # doctest: +SKIP
         ...     la.fit(loader, progress=progress)
-        ...     la.optimize_evidence(progress=progress)
-
-    Args:
-        title: in front of every line.
-        console: where to; None for the standard error.
-        every: seconds between lines where there is no terminal.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:

@@ -202,14 +202,9 @@ def _unit_scales(
 ) -> tuple[Tensor, Tensor]:
     """Log-factors that give every unit's maker unit norm; over the filters of a normalization group on average.
 
-    A unit's makers are the matrices that grow with its factor or, where there are none (the affine parameters of a
-    normalization), the first tensor that does, which is the gain. A maker's entries also depend on the factors of the
-    units that feed it. Groups (the graph's scale groups, or these and its normalization groups) are therefore settled
-    front to back: each by its first maker (in the state dict's order) that is fed by settled groups alone. Where groups
-    only feed each other, the first takes the others as they are.
-
-    Returns:
-        Log-factors ``[count]``, and a mask ``[count]`` of the units whose maker is zero (their log-factor is zero).
+    A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to back:
+    each by its first maker (in the state dict's order) that is fed by settled groups alone. Where groups only feed each
+    other, the first takes the others as they are. With the log-factors comes a mask of the units whose maker is zero.
     """
     whole = len(groups) > len(graph.scales)
     sizes = torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")

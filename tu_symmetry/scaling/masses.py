@@ -267,5 +267,5 @@ def _squares(tensor: Tensor, axes: list[int]) -> Tensor:
         return torch.cat([piece.double().square() @ ones for piece in pieces]).reshape(
             *tensor.shape[:kept], *[1] * len(axes)
         )
-    square = tensor.double().square()
+    square = tensor.to(torch.float64, copy=True).square_()  # in place: large layers stand here as they are
     return square.sum(axes, keepdim=True) if axes else square

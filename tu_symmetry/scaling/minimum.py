@@ -87,8 +87,7 @@ def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -
     """Exact steps of every factor between fixed neighbors, or half of them if that is better, while they pay.
 
     Whole steps are the solution where no two factors meet in one tensor, as between normalizations; half steps always
-    descend, since they are the mean of whole steps of one factor at a time (at most two meet in an entry). The size
-    that was better first is tried alone afterwards.
+    descend (at most two factors meet in an entry). The size that was better first is tried alone afterwards.
     """
     s, point = np.zeros(tables.count), start
     value = _objective(point, targets, s)
