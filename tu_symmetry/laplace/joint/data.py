@@ -7,7 +7,7 @@ to chunks. Data that do not fit the memory themselves are read from the loader a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -82,21 +82,15 @@ class TrainingData:
         if self._loader is None:
             yield from self._chunks
             return
-        other = ValueError(
-            "the training data do not fit the memory, so that the loader is read in every pass, and now it gives other "
-            "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
-        )
-        number = 0
-        for inputs, targets in batches(self._loader, self.outputs[0].device):
-            outputs = self.outputs[number] if number < len(self.outputs) else None
-            if outputs is None or len(outputs) != batch_size(inputs):
-                raise other
-            if not torch.equal(self.likelihood.targets(outputs, targets), self.targets[number]):
-                raise other
-            number += 1
-            yield inputs
-        if number != len(self.outputs):
-            raise other
+        read = batches(self._loader, self.outputs[0].device)
+        for batch, outputs, expected in zip_longest(read, self.outputs, self.targets):
+            same = batch is not None and outputs is not None and batch_size(batch[0]) == len(outputs)
+            if not same or not torch.equal(self.likelihood.targets(outputs, batch[1]), expected):
+                raise ValueError(
+                    "the training data do not fit the memory, so that every pass reads the loader, and it gives other "
+                    "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
+                )
+            yield batch[0]
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
