@@ -140,9 +140,6 @@ def test_batches_that_are_no_calls(change: dict[str, Any], message: str) -> None
         LinearizedLaplace(randomize(Tagger()), prior="single").fit([batch() | change])
 
 
-# ---------------------------------------------------------------------- which parameters
-
-
 def names_of(model: nn.Module, **options: Any) -> tuple[str, ...]:
     loader = (
         [batch()] if isinstance(model, Tagger) else [(torch.randn(4, 2, 5, 5).double(), torch.tensor([0, 1, 2, 0]))]

@@ -78,9 +78,6 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: b
     return la
 
 
-# ---------------------------------------------------------------------- modules of any kind
-
-
 class Scaled(nn.Module):
     """A residual block with a parameter of its own around layers with theirs."""
 
@@ -208,9 +205,6 @@ def test_modules_without_a_vectorized_derivative() -> None:
     assert torch.isfinite(la.predictive(x)).all()
 
 
-# ---------------------------------------------------------------------- read in two ways
-
-
 class Inner(nn.Module):
     """``a`` is called, and its weight (or bias) is read besides."""
 
@@ -316,9 +310,6 @@ def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
             fitted(model, x, labels(model(x)), kfac_approx="reduce")
 
 
-# ---------------------------------------------------------------------- parametrized weights
-
-
 class Softplus(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.softplus(x)
@@ -373,9 +364,6 @@ def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
     block, v = dense_curvature(la)[own, own], dict(model.named_parameters())[name].detach()
     along = torch.block_diag(*(v / v.norm(dim=1, keepdim=True)))
     assert float((block @ along.T).norm()) < 1e-10 * float(block.norm())
-
-
-# ---------------------------------------------------------------------- random networks
 
 
 class Random(nn.Module):
@@ -457,9 +445,6 @@ def test_random_networks(seed: int) -> None:
         assert set(la.whole) == planted(model) | others
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
-
-
-# ---------------------------------------------------------------------- what hooks do not show
 
 
 class LooksAtHooks(nn.Module):

@@ -20,7 +20,6 @@ from tu_symmetry.laplace.tangent import Linearization, TangentModel
 
 BUDGET = 2 << 30  # bytes, of data and linearizations
 _CHUNK = 256 << 20  # bytes that the network keeps for the backward pass of one chunk
-_TENSOR = 20 << 20  # bytes of the largest tensor in it; allocators get larger ones from the system anew for every use
 _COPIES = 2  # what is kept for J and for J^T is about as much each
 
 
@@ -56,9 +55,9 @@ class TrainingData:
         else:
             size = sum(_bytes(inputs, targets) for inputs, targets in read)
             first = rows_of(read[0][0], slice(0, 8))
-            each, largest = (count / batch_size(first) for count in _saved(tangent, first))
-            rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
-            affordable = int((budget - size) / max(1.0, _COPIES * each))
+            each = max(1.0, _saved(tangent, first) / batch_size(first))
+            rows = max(1, int(_CHUNK / each))
+            affordable = int((budget - size) / (_COPIES * each))
             for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
                 affords = affordable >= batch_size(inputs)
                 affordable -= batch_size(inputs) if affords else 0
@@ -124,8 +123,8 @@ def _read(loader: Iterable[Any], device: torch.device, most: int) -> list[tuple[
     return None if float(large) > 0 else read
 
 
-def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
-    """Bytes that the network keeps for a backward pass, without its weights, and those of the largest tensor of it."""
+def _saved(tangent: TangentModel, inputs: Any) -> int:
+    """Bytes that the network keeps for a backward pass, without its weights."""
     inputs = mapped(torch.clone, inputs)  # rows of a batch share the storage of all of it
     seen: dict[int, int] = {}
     weights = {t.untyped_storage().data_ptr() for t in tangent.state().values()}
@@ -139,7 +138,7 @@ def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
     own = {name: p.detach().requires_grad_() for name, p in tangent.parameters().items()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         tangent.function(inputs)(own)
-    return sum(seen.values()), max(seen.values(), default=0)
+    return sum(seen.values())
 
 
 def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any, Tensor]]:
