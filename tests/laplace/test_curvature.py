@@ -40,9 +40,6 @@ def same_blocks(la: LinearizedLaplace, exact: Tensor) -> None:
     torch.testing.assert_close(dense_curvature(la), kept, rtol=RTOL, atol=1e-9)
 
 
-# ---------------------------------------------------------------------- exact kinds
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize(
     ("curvature", "parameters"), [("full", None), ("full", ["2.bias", "0"]), ("diag", None), ("last_layer", None)]
@@ -110,9 +107,6 @@ def test_exact_curvatures_are_those_of_backpack() -> None:
     torch.testing.assert_close(dense_curvature(fitted(model, x, y, curvature="full")), whole, rtol=RTOL, atol=1e-9)
     found = dense_curvature(fitted(model, x, y, curvature="diag")).diagonal()
     torch.testing.assert_close(found, diagonal, rtol=RTOL, atol=1e-10)
-
-
-# ---------------------------------------------------------------------- where Kronecker factors are exact
 
 
 @both_approximations
@@ -198,9 +192,6 @@ def test_attention_projections_of_one_token_are_exact(separate: bool) -> None:
     assert float(exact[slot(la, "attention.out_proj.weight")].abs().max()) > 1e-3
 
 
-# ---------------------------------------------------------------------- Kronecker factors by their definition
-
-
 def by_definition(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor, after: Tensor, reduce: bool) -> Tensor:
     """``A x G`` of a layer whose input rows ``[batch, positions, features]`` and output Jacobians are given.
 
@@ -276,9 +267,6 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
                     generator=torch.Generator().manual_seed(0))  # fmt: skip
         errors.append(float((dense_curvature(la) - exact).norm() / exact.norm()))
     assert errors[1] < 0.12 < errors[0] < 1.0
-
-
-# ---------------------------------------------------------------------- the Gaussian that the blocks make
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])

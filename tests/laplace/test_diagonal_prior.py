@@ -41,9 +41,6 @@ def fitted(kind: str = "classification", **options: Any) -> tuple[LinearizedLapl
     return la.fit([(x[:4], y[:4]), (x[4:], y[4:])]), x, y
 
 
-# ---------------------------------------------------------------------- given precisions
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 def test_evidence_and_predictive_are_those_of_laplace_torch(kind: str) -> None:
     """Whose ``prior_precision`` is one vector, in the order of the parameters, as ours may be."""
@@ -94,9 +91,6 @@ def test_precisions_that_do_not_fit(precision: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         la.set_precision(precision)
     assert torch.equal(la.log_precision, before)
-
-
-# ---------------------------------------------------------------------- precisions by the evidence
 
 
 @pytest.mark.parametrize("noise", [None, Noise(20, 3.0)])

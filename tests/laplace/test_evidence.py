@@ -44,9 +44,6 @@ def spread(la: LinearizedLaplace) -> Tensor:
     return la.prior_groups.spread(la.log_precision.exp())
 
 
-# ---------------------------------------------------------------------- regression: everything in closed form
-
-
 @pytest.mark.parametrize("prior", ["single", "per_layer", "per_tensor"])
 def test_evidence_of_a_network_is_that_of_its_tangent_model(prior: str) -> None:
     """A Gaussian process: y - (f - J theta~) ~ N(0, v I + J Lambda^-1 J^T)."""
@@ -121,9 +118,6 @@ def test_noise_of_a_perfect_fit_is_refused_whatever_its_rounding(units: float, s
         la.optimize_evidence()
 
 
-# ---------------------------------------------------------------------- classification
-
-
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
 def test_the_certificate_is_the_gradient_in_posterior_standard_deviations(curvature: str) -> None:
     model, x, y = problem()
@@ -172,9 +166,6 @@ def test_map_mode_needs_no_data_and_finds_the_root() -> None:
         assert row.precision * row.squared_norm == pytest.approx(row.gamma, rel=1e-10)
 
 
-# ---------------------------------------------------------------------- batches
-
-
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])
 def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
     model, x, y = problem()
@@ -193,9 +184,6 @@ def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
     for other, values in zip(found[1:], predicted[1:], strict=True):
         assert other == pytest.approx(found[0], rel=1e-11)
         torch.testing.assert_close(values, predicted[0], rtol=1e-9, atol=1e-12)
-
-
-# ---------------------------------------------------------------------- hyperprior, pruned groups
 
 
 class DeadBranch(nn.Module):
@@ -252,9 +240,6 @@ def test_centers_move_with_the_scale_of_the_weights() -> None:
     assert centers(groups, scaled).tolist() == pytest.approx([0.01, 2 / 25, 1.0])
     single = prior_groups(slots, "diagonal")
     assert centers(single, scaled).tolist() == pytest.approx([0.01] * 4 + [2 / 25] * 2 + [1.0] * 3)
-
-
-# ---------------------------------------------------------------------- determinants
 
 
 def one_group(size: int) -> PriorGroups:
@@ -341,9 +326,6 @@ def test_coupled_and_separate_determinants_agree_where_both_apply(hyperprior: Hy
     expected = spectrum.step(norms, rho, tau, center, hyperprior, noise)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-6)
     assert found[1] == pytest.approx(expected[1], abs=1e-6)
-
-
-# ---------------------------------------------------------------------- solvers that start far away, and stop
 
 
 def test_the_mode_is_found_from_saturated_probabilities() -> None:

@@ -63,9 +63,6 @@ def chunked(la: LinearizedLaplace) -> TrainingData:
         return TrainingData(la.tangent, la.likelihood, [(x[:half], y[:half]), (x[half:], y[half:])], budget=0)
 
 
-# ---------------------------------------------------------------------- products with all data
-
-
 @pytest.mark.parametrize("where", ["kept", "run again", "read again"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_products_with_all_data_are_those_of_the_network(name: str, where: str) -> None:
@@ -86,9 +83,6 @@ def test_products_with_all_data_are_those_of_the_network(name: str, where: str) 
             pieces = cotangent.split([len(o) for o in found.outputs])
             torch.testing.assert_close(found.pull(pieces), tangent.vjp(x, cotangent), rtol=1e-12, atol=1e-12)
     assert not any(p.grad is not None for p in model.parameters())
-
-
-# ---------------------------------------------------------------------- informative rows
 
 
 def test_the_longest_columns_are_chosen() -> None:
@@ -163,9 +157,6 @@ def test_the_optimum_of_their_model_is_stationary_in_weights_and_precisions(kind
     low, start = torch.stack([search.high[0], search.low[1]]), torch.stack([search.high[0], point.rho[1]])
     _, moved = own.optimum(point.theta, alone, start, 1.0, lambda r: search.energy(r, point.tau), (low, search.high))
     assert float(moved[0]) == float(search.high[0]) and float(moved[1]) != float(start[1])
-
-
-# ---------------------------------------------------------------------- the search
 
 
 @pytest.mark.parametrize(
@@ -245,9 +236,6 @@ def test_data_beyond_the_memory_are_read_again_and_have_to_be_the_same() -> None
     assert la.optimize_evidence(Shuffling()).converged  # in memory after one pass
     with pytest.raises(ValueError, match="30 samples, and the loader now gives 20"):
         la.optimize_evidence([(x[:20], y[:20])])
-
-
-# ---------------------------------------------------------------------- the certificate
 
 
 @pytest.mark.parametrize("precision", [0.01, 30.0])

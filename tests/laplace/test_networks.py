@@ -78,9 +78,6 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: b
     return la
 
 
-# ---------------------------------------------------------------------- modules of any kind
-
-
 class Scaled(nn.Module):
     """A residual block with a parameter of its own around layers with theirs."""
 
@@ -208,9 +205,6 @@ def test_modules_without_a_vectorized_derivative() -> None:
     assert torch.isfinite(la.predictive(x)).all()
 
 
-# ---------------------------------------------------------------------- read in two ways
-
-
 class Inner(nn.Module):
     """``a`` is called, and its weight (or bias) is read besides."""
 
@@ -316,9 +310,6 @@ def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:
             fitted(model, x, labels(model(x)), kfac_approx="reduce")
 
 
-# ---------------------------------------------------------------------- parametrized weights
-
-
 class Softplus(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.softplus(x)
@@ -375,9 +366,6 @@ def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
     assert float((block @ along.T).norm()) < 1e-10 * float(block.norm())
 
 
-# ---------------------------------------------------------------------- random networks
-
-
 class Random(nn.Module):
     """A chain of random layers over vectors, tokens or images; some weights are read twice, some are parametrized."""
 
@@ -389,33 +377,42 @@ class Random(nn.Module):
         self.per_position = self.kind == "tokens" and rng.random() < 0.5
         self.layers: Any = nn.ModuleList()
         self.reads: list[str] = []
-        self.size = width = rng.randint(2, 4)
+        width = rng.randint(2, 4)
+        self.size = width
         if self.kind == "tokens":
-            self.append(nn.Embedding(5, width))
+            self.layers.append(nn.Embedding(5, width))
+            self.reads.append("")
         for _ in range(rng.randint(1, 3)):
-            new, bias = rng.choice([width, rng.randint(2, 4)]), rng.random() < 0.7
-            layer: nn.Module = nn.Linear(width, new, bias=bias)
+            new = rng.choice([width, rng.randint(2, 4)])
             if self.kind == "image":
                 groups = 2 if width % 2 == 0 and new % 2 == 0 and rng.random() < 0.3 else 1
-                layer = nn.Conv2d(width, new, rng.choice([1, 3]), padding="same", groups=groups, bias=bias)
+                layer: nn.Module = nn.Conv2d(width, new, rng.choice([1, 3]), padding="same", groups=groups,
+                                             bias=rng.random() < 0.7)  # fmt: skip
+            else:
+                layer = nn.Linear(width, new, bias=rng.random() < 0.7)
             if rng.random() < 0.3:
                 layer = parametrizations.weight_norm(layer)
             reads = self.kind != "image" and width == new and rng.random() < 0.4
-            self.append(layer, rng.choice(["plus", "gram", "scale"]) if reads else "")
-            width = new
+            self.layers.append(layer)
+            self.reads.append(rng.choice(["plus", "gram", "scale"]) if reads else "")
             if rng.random() < 0.5:
-                images = [nn.BatchNorm2d(width), nn.GroupNorm(1, width), nn.PReLU(width)]
-                self.append(rng.choice(images if self.kind == "image" else [nn.LayerNorm(width), nn.RMSNorm(width)]))
-        self.head, self.tied_head = nn.Linear(width, 3), rng.random() < 0.2
+                self.layers.append(self._norm(rng, new))
+                self.reads.append("")
+            width = new
+        self.head = nn.Linear(width, 3)
+        self.width, self.tied_head = width, rng.random() < 0.2
 
-    def append(self, layer: nn.Module, read: str = "") -> None:
-        self.layers.append(layer)
-        self.reads.append(read)
+    def _norm(self, rng: random.Random, width: int) -> nn.Module:
+        if self.kind == "image":
+            return rng.choice([nn.BatchNorm2d(width), nn.GroupNorm(1, width), nn.PReLU(width)])
+        return rng.choice([nn.LayerNorm(width), nn.RMSNorm(width)])
 
     def example(self, samples: int) -> Tensor:
+        generator = torch.Generator().manual_seed(5)
         if self.kind == "tokens":
-            return TOKENS[:samples]
-        return inputs(*((self.size,) if self.kind == "vector" else (self.size, 3, 2)), samples=samples)
+            return torch.randint(0, 5, (samples, 3), generator=generator)
+        shape = (self.size,) if self.kind == "vector" else (self.size, 3, 2)
+        return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, read in zip(self.layers, self.reads, strict=True):
@@ -431,7 +428,9 @@ class Random(nn.Module):
             x = x.mean((2, 3))
         elif self.kind == "tokens" and not self.per_position:
             x = x.mean(1)
-        return self.head(x) + (F.linear(x, self.head.weight) if self.tied_head else 0)
+        if self.tied_head:
+            return self.head(x) + F.linear(x, self.head.weight)
+        return self.head(x)
 
 
 def planted(model: Random) -> set[str]:
@@ -457,9 +456,6 @@ def test_random_networks(seed: int) -> None:
         assert set(la.whole) == planted(model) | others
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
-
-
-# ---------------------------------------------------------------------- what hooks do not show
 
 
 class LooksAtHooks(nn.Module):

@@ -41,9 +41,6 @@ def problem(name: str, kind: str = "classification", samples: int = BATCH) -> tu
     return model, x, torch.randn(samples, POSITIONS, CLASSES, generator=generator, dtype=torch.float64)
 
 
-# ---------------------------------------------------------------------- curvature
-
-
 @pytest.mark.parametrize("kfac_approx", ["expand", "reduce"])
 @pytest.mark.parametrize("name", ["first", "second"])
 def test_factors_of_a_shared_weight_follow_their_definition(name: str, kfac_approx: str) -> None:
@@ -78,9 +75,6 @@ def test_one_position_is_a_sample_without_positions(curvature: str) -> None:
     without = fitted(nn.Sequential(model, nn.Flatten()), x, y, curvature=curvature)
     torch.testing.assert_close(dense_curvature(with_axis), dense_curvature(without), rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(with_axis.predictive(x)[:, 0], without.predictive(x))
-
-
-# ---------------------------------------------------------------------- evidence, mode, prediction
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
@@ -154,9 +148,6 @@ def test_sequences_of_several_lengths() -> None:
     model, x, y = problem("per_position", "regression")
     with pytest.raises(ValueError, match="equally many"):
         LinearizedLaplace(model, "regression", prior="single").fit([(x[:3], y[:3]), (x[3:, :2], y[3:, :2])])
-
-
-# ---------------------------------------------------------------------- refusals
 
 
 class Flattened(nn.Module):

@@ -51,9 +51,6 @@ def fit(model: nn.Module, x: Any = X, y: Tensor = Y, **options: Any) -> Lineariz
     return fitted(model, (x,) if isinstance(x, Tensor) else x, y, **options)
 
 
-# ---------------------------------------------------------------------- outputs
-
-
 OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
     "tuple": (lambda h: (h, h), TypeError, "returns a tuple"),
     "dictionary": (lambda h: {"scores": h}, TypeError, "returns a dict"),
@@ -74,9 +71,6 @@ def test_outputs_that_are_no_tensor_of_real_numbers(name: str, curvature: str) -
     after, error, message = OUTPUTS[name]
     with pytest.raises(error, match=message):
         fit(randomize(Around(after=after)), curvature=curvature)
-
-
-# ---------------------------------------------------------------------- no function of the sample and the weights
 
 
 @every_curvature
@@ -115,9 +109,6 @@ def test_backbones_without_a_gradient_are_named(build: Callable[[], nn.Module], 
     exact = exact_ggn(model, la.tangent.names, X, Y, "classification")
     if curvature == "full":
         torch.testing.assert_close(dense_curvature(la).diagonal(), exact.diagonal(), rtol=1e-9, atol=1e-11)
-
-
-# ---------------------------------------------------------------------- modules
 
 
 class Keyword(nn.Module):
@@ -186,9 +177,6 @@ def closed_over(model: nn.Module) -> nn.Module:
 def test_models_that_are_no_modules_of_their_own(wrap: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         LinearizedLaplace(wrap(mlp()))
-
-
-# ---------------------------------------------------------------------- weights
 
 
 @every_curvature
@@ -314,9 +302,6 @@ def test_weights_that_change_after_the_fit_are_noticed_however_it_is_done(change
     assert torch.equal(la.predictive(X), before)
 
 
-# ---------------------------------------------------------------------- batches
-
-
 LOADERS: list[tuple[str, Any, type[Exception], str]] = [
     ("classification", [], ValueError, "gave no samples"),
     ("classification", [(X[:0], Y[:0])], ValueError, "gave no samples"),
@@ -368,9 +353,6 @@ def test_empty_batches(covariance: Any) -> None:
     for call in calls:
         with pytest.raises(ValueError, match="no samples"):
             call()
-
-
-# ---------------------------------------------------------------------- options
 
 
 @pytest.mark.parametrize(

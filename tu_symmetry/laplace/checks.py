@@ -29,7 +29,6 @@ _SAMPLES = 4
 
 def require_module(model: Any) -> None:
     """Refuse what is no network that can be called with other weights: a ``TypeError``."""
-    reason = ""
     if not isinstance(model, nn.Module):
         reason = f"the model is a {type(model).__name__}, and no torch.nn.Module"
     elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):

@@ -121,7 +121,7 @@ def fit_curvature(
                     own.gradient(column)
             else:
                 watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
-            exact.add(inputs, root)
+            exact.count(inputs, root)
             return outputs.detach()
 
         summary = _pass(
@@ -242,18 +242,18 @@ class _Sums:
         dense = vectors.shape[-1] <= self.dense_limit
         self.add(key, vectors.mT @ vectors if dense else vectors.square().sum(0))
 
-    def reduce(self) -> None:
+    def reduce_all(self) -> None:
         all_reduce(*(self.found[key] for key in sorted(self.found)))
 
 
-class _Factors:
+class _Factors(_Sums):
     """Sums over the data of one layer's factors."""
 
     def __init__(self, layer: Layer, options: Options) -> None:
         self.layer, self.reduce = layer, options.kfac_approx == "reduce"
         self.shared = options.bias == "shared" and isinstance(layer, MatrixLayer)
         self.rows: Tensor | None = None
-        self.sums = _Sums(options.dense_limit)
+        super().__init__(options.dense_limit)
         self.inputs: InputMoments | None = None
         if isinstance(layer, MatrixLayer) and layer.weight is not None:
             self.inputs = InputMoments(layer, reduce=self.reduce)
@@ -266,30 +266,30 @@ class _Factors:
 
     def output_hessian(self, hessian: Tensor) -> None:
         """A sum over samples in place of gradients, where a sample has one row."""
-        self.sums.add("outputs", hessian.unsqueeze(0).clone())
+        self.add("outputs", hessian.unsqueeze(0).clone())
         if self.layer.bias is not None and not self.shared:
-            self.sums.add("bias", hessian if len(hessian) <= self.sums.dense_limit else hessian.diagonal().clone())
+            self.add("bias", hessian if len(hessian) <= self.dense_limit else hessian.diagonal().clone())
 
     def gradient(self, gradient: Tensor) -> None:
-        layer, sums = self.layer, self.sums
+        layer = self.layer
         if layer.bias is not None and not self.shared:
-            sums.add_moments("bias", layer.bias_gradient(gradient))
+            self.add_moments("bias", layer.bias_gradient(gradient))
         if isinstance(layer, MatrixLayer):
             if layer.weight is not None or self.shared:
-                sums.add("outputs", layer.gradient_gram(gradient, reduce=self.reduce))
+                self.add("outputs", layer.gradient_gram(gradient, reduce=self.reduce))
         elif isinstance(layer, EmbeddingLayer):
             assert self.rows is not None
             values, pairs = layer.summed(self.rows, gradient)
-            if "weight" not in sums.found:
-                sums.found["weight"] = values.new_zeros(layer.entries, layer.features)
-            sums.found["weight"].index_add_(0, pairs % layer.entries, values.square_())
+            if "weight" not in self.found:
+                self.found["weight"] = values.new_zeros(layer.entries, layer.features)
+            self.found["weight"].index_add_(0, pairs % layer.entries, values.square_())
         elif layer.weight is not None:
             assert self.rows is not None
             for part in _chunks(len(gradient), layer.weight.size):
-                sums.add_moments("weight", layer.weight_gradient(self.rows[part], gradient[part]))
+                self.add_moments("weight", layer.weight_gradient(self.rows[part], gradient[part]))
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        self.sums.reduce()
+        self.reduce_all()
         found: list[Block] = []
         for part, key in ((self.layer.weight, "weight"), (self.layer.bias, "bias")):
             if part is None:
@@ -297,45 +297,45 @@ class _Factors:
             start, number = part.place(tangent.slots).start, groups.of[part.parameter]
             if key == "weight" and self.inputs is not None:
                 values, vectors = self.inputs.decompose()
-                output_values, output_vectors = decompose(self.sums.found["outputs"])
+                output_values, output_vectors = decompose(self.found["outputs"])
                 found.append(
                     KroneckerBlock(part.parameter, start, number, vectors, values, output_vectors, output_values)
                 )
                 continue
-            own = torch.block_diag(*self.sums.found["outputs"]) if self.shared else self.sums.found[key]
+            own = torch.block_diag(*self.found["outputs"]) if self.shared else self.found[key]
             own = own.reshape(-1) if isinstance(self.layer, EmbeddingLayer) else own
             found.append(_of_vectors(part.parameter, start, number, own))
-        self.sums.found, self.inputs = {}, None
+        self.found, self.inputs = {}, None
         return found
 
 
-class _Exact:
+class _Exact(_Sums):
     """Sums of the whole network's gradients, sample by sample: of all weights together, or of some parameters."""
 
     def __init__(self, tangent: TangentModel, options: Options, whole: Sequence[str]) -> None:
         kind = form_of(tangent, options)
         self.tangent = tangent.over(whole) if kind == "kfac" else tangent
-        self.sums = _Sums({"kfac": options.dense_limit, "diag": 0}.get(kind, tangent.size))
+        super().__init__({"kfac": options.dense_limit, "diag": 0}.get(kind, tangent.size))
         self.together = kind == "full"
         self.slots = {"all": Slot(0, tangent.size, (tangent.size,))} if self.together else dict(self.tangent.slots)
 
-    def add(self, inputs: Any, root: Directions) -> None:
+    def count(self, inputs: Any, root: Directions) -> None:
         for rows in _chunks(batch_size(inputs), self.tangent.size) if self.slots else ():
             gradients = self.tangent.gradients(rows_of(inputs, rows))
             for column in root.of(rows):
                 found = gradients(column)
                 for name, slot in self.slots.items():
-                    self.sums.add_moments(name, found[:, slot.start : slot.stop])
+                    self.add_moments(name, found[:, slot.start : slot.stop])
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        self.sums.reduce()
+        self.reduce_all()
         if not self.together:
-            found = self.sums.found.items()
+            found = self.found.items()
             return [_of_vectors(name, tangent.slots[name].start, groups.of[name], own) for name, own in found]
         if len(groups) == 1:
-            return [_of_vectors("all", 0, torch.tensor(0, device="cpu"), self.sums.found["all"])]
+            return [_of_vectors("all", 0, torch.tensor(0, device="cpu"), self.found["all"])]
         number = groups.spread(torch.arange(len(groups), device="cpu"))
-        return [CoupledBlock("all", 0, number, self.sums.found["all"])]
+        return [CoupledBlock("all", 0, number, self.found["all"])]
 
 
 class InputMoments:

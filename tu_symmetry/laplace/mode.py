@@ -19,17 +19,10 @@ EvaluateAt = Literal["tangent_mode", "map"]
 
 @dataclass(frozen=True)
 class Mode:
-    """Where the solver stopped.
+    """Where the solver stopped: weights ``theta``, their loss (nats, for unit noise), and how many directions it tried.
 
-    Attributes:
-        theta: the weights, ``[size]``.
-        loss: sum of the losses of ``h_theta`` (nats), for unit noise and without constants.
-        gradient_norm: ``sqrt(g^T Sigma g)``, the distance to the mode in posterior standard deviations; half its square
-            is what the objective is above its minimum (nats) where ``Sigma`` is the inverse Hessian.
-        iterations: number of directions that were tried.
-        converged: whether the gradient norm is below the tolerance.
-        gap: how much lower the objective can be at these precisions, at most (nats): a duality gap, which holds
-            whatever the curvature is approximated by; NaN where it is not known. See :func:`duality_gap`.
+    ``gradient_norm`` is ``sqrt(g^T Sigma g)``, the distance to the mode in posterior standard deviations; ``gap`` how
+    much lower the objective can be at these precisions, at most (nats), see :func:`duality_gap`; NaN where not known.
     """
 
     theta: Tensor

@@ -79,7 +79,7 @@ class ShiftedGrams:
     def __init__(self, conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> None:
         self.conv, self.channels = conv, conv.in_channels // conv.groups
         self._sums: dict[tuple[tuple[int, tuple[int, ...]], ...], Tensor] = {}
-        self._zero = torch.zeros(())
+        self._zero = torch.zeros((), device="cpu")
 
     @staticmethod
     def serves(conv: nn.Module | None) -> bool:

@@ -7,7 +7,7 @@ to chunks. Data that do not fit the memory themselves are read from the loader a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from tu_symmetry.laplace.tangent import Linearization, TangentModel
 
 BUDGET = 2 << 30  # bytes, of data and linearizations
 _CHUNK = 256 << 20  # bytes that the network keeps for the backward pass of one chunk
-_TENSOR = 20 << 20  # bytes of the largest tensor in it; allocators get larger ones from the system anew for every use
 _COPIES = 2  # what is kept for J and for J^T is about as much each
 
 
@@ -56,9 +55,9 @@ class TrainingData:
         else:
             size = sum(_bytes(inputs, targets) for inputs, targets in read)
             first = rows_of(read[0][0], slice(0, 8))
-            each, largest = (count / batch_size(first) for count in _saved(tangent, first))
-            rows = max(1, int(min(_CHUNK / max(1.0, each), _TENSOR / max(1.0, largest))))
-            affordable = int((budget - size) / max(1.0, _COPIES * each))
+            each = max(1.0, _saved(tangent, first) / batch_size(first))
+            rows = max(1, int(_CHUNK / each))
+            affordable = int((budget - size) / (_COPIES * each))
             for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
                 affords = affordable >= batch_size(inputs)
                 affordable -= batch_size(inputs) if affords else 0
@@ -82,21 +81,15 @@ class TrainingData:
         if self._loader is None:
             yield from self._chunks
             return
-        other = ValueError(
-            "the training data do not fit the memory, so that the loader is read in every pass, and now it gives other "
-            "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
-        )
-        number = 0
-        for inputs, targets in batches(self._loader, self.outputs[0].device):
-            outputs = self.outputs[number] if number < len(self.outputs) else None
-            if outputs is None or len(outputs) != batch_size(inputs):
-                raise other
-            if not torch.equal(self.likelihood.targets(outputs, targets), self.targets[number]):
-                raise other
-            number += 1
-            yield inputs
-        if number != len(self.outputs):
-            raise other
+        read = batches(self._loader, self.outputs[0].device)
+        for batch, outputs, expected in zip_longest(read, self.outputs, self.targets):
+            same = batch is not None and outputs is not None and batch_size(batch[0]) == len(outputs)
+            if not same or not torch.equal(self.likelihood.targets(outputs, batch[1]), expected):
+                raise ValueError(
+                    "the training data do not fit the memory, so that every pass reads the loader, and it gives other "
+                    "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
+                )
+            yield batch[0]
 
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
@@ -130,8 +123,8 @@ def _read(loader: Iterable[Any], device: torch.device, most: int) -> list[tuple[
     return None if float(large) > 0 else read
 
 
-def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
-    """Bytes that the network keeps for a backward pass, without its weights, and those of the largest tensor of it."""
+def _saved(tangent: TangentModel, inputs: Any) -> int:
+    """Bytes that the network keeps for a backward pass, without its weights."""
     inputs = mapped(torch.clone, inputs)  # rows of a batch share the storage of all of it
     seen: dict[int, int] = {}
     weights = {t.untyped_storage().data_ptr() for t in tangent.state().values()}
@@ -145,7 +138,7 @@ def _saved(tangent: TangentModel, inputs: Any) -> tuple[int, int]:
     own = {name: p.detach().requires_grad_() for name, p in tangent.parameters().items()}
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         tangent.function(inputs)(own)
-    return sum(seen.values()), max(seen.values(), default=0)
+    return sum(seen.values())
 
 
 def _joined(read: Sequence[tuple[Any, Tensor]], rows: int) -> Iterable[tuple[Any, Tensor]]:

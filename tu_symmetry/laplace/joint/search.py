@@ -223,10 +223,9 @@ class _Search:
         return value, self.hyperprior.weight * (rho - self.center) - 0.5 * self.determinants.gamma(rho, tau)
 
     def add_groups(self, point: _Point, gradient: Tensor) -> None:
-        """The weights of each group as directions: precision and norm of a group move together, over decades.
+        """The weights of each group as directions; of many groups of those that gain most, the others together.
 
-        Of many groups only those get one whose stretching gains most; all others are stretched together, each by
-        Newton's step along its own weights.
+        Precision and norm of a group move together, over decades.
         """
         groups, theta = self.fitted.groups, point.theta
         slope = groups.total(gradient * theta)
