@@ -182,7 +182,7 @@ def align_files(
                 candidates=candidates,
                 max_iterations=max_iterations,
                 threads=threads,
-                progress=lambda at: tracker.update(at["done"] * len(files) // at["total"], step=at["step"]),
+                progress=lambda at: tracker.update(at["done"] * len(files) // at["total"], what=at["step"]),
             )
         search = dict(target.search)
         if mode == "medoid":
