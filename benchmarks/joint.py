@@ -255,9 +255,8 @@ def measure_products(case: Case) -> Record:
     vector = torch.randn(la.tangent.size, generator=torch.Generator().manual_seed(1))
     found: Record = {"title": case.title, "epoch": min(epochs)}
     with evaluating(model):
-        kept = TrainingData(la.tangent, la.likelihood, loader, budget=64 << 30)
-        again = TrainingData(la.tangent, la.likelihood, loader, budget=0)
-        for name, data in (("kept", kept), ("run again", again)):
+        for name, budget in (("kept", 64 << 30), ("run again", 0)):
+            data = TrainingData(la.tangent, la.likelihood, loader, budget=budget)
             found[name] = {}
             for _ in range(2):
                 with Stopwatch() as push:

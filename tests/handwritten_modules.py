@@ -2,9 +2,10 @@
 
 Each is written as ``Name(inputs) finds ...``, the parts of the module (a line of keywords; pairs are linear layers, plain
 tensors buffers), and the lines of ``forward``, or as an expression. Inputs that are given by their shapes are random.
-``layers`` stands for three linear layers, ``attends`` for the projections around an attention that makes ``y``. What
-follows ``finds`` are parameters of which it is plain that the first axis holds interchangeable units, so that pinning
-them is noticed. Where nothing is named, nothing is demanded but that what is claimed holds.
+``layers`` stands for three linear layers, ``hidden`` for these and the units ``h`` of the first, ``attends`` for the
+projections around an attention that makes ``y``. What follows ``finds`` are parameters of which it is plain that the
+first axis holds interchangeable units, so that pinning them is noticed. Where nothing is named, nothing is demanded but
+that what is claimed holds.
 """
 
 from __future__ import annotations
@@ -86,11 +87,8 @@ DEGREE = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
 SPACE = {"math": math, "torch": torch, "nn": nn, "F": F, "parametrizations": parametrizations, "prune": prune,
          "DropBlock": DropBlock, "WeightStandardized": WeightStandardized, "Sinusoids": Sinusoids, "Sine": Sine,
          "TiedWords": TiedWords, "zeroed": zeroed, "DEGREE": DEGREE}  # fmt: skip
-KINDS = {
-    None: "",
-    "layers": "a=(5, 8), b=(8, 8), c=(8, 3)",
-    "attends": "qkv=(5, 18), out=(6, 4), head=(4, 2)",
-}
+LAYERS = "a=(5, 8), b=(8, 8), c=(8, 3)"
+KINDS = {None: "", "layers": LAYERS, "hidden": LAYERS, "attends": "qkv=(5, 18), out=(6, 4), head=(4, 2)"}
 SOURCE = """
 # residual networks and their shortcuts
 option_a(x=(2, 3, 4, 4)) finds stem.weight one.weight
@@ -105,9 +103,8 @@ option_a_shortcut_first(x=(2, 3, 4, 4)) finds stem.weight one.weight
     x = F.relu(self.stem(x))
     out = self.n2(self.two(F.relu(self.n1(self.one(x)))))
     return self.head(F.relu(F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 2, 2), "constant", 0) + out).mean((2, 3)))
-ReZero(x=(3, 5)) layers finds a.weight
+ReZero(x=(3, 5)) hidden finds a.weight
     alpha=nn.Parameter(torch.zeros(())), beta=nn.Parameter(torch.tensor(0.0))
-    h = torch.relu(self.a(x))
     h = h + self.alpha * torch.tanh(self.b(h))
     return self.c(h * self.beta)
 LayerScale(x=(3, 5)) finds a.weight b.weight
@@ -472,8 +469,7 @@ DeepTiedAutoencoder(x=(3, 5)) finds a.weight b.weight
     a=(5, 8), b=(8, 4)
     z = torch.tanh(self.b(torch.relu(self.a(x))))
     return torch.relu(z @ self.b.weight) @ self.a.weight
-CalledThreeTimes(x=(3, 5)) layers finds a.weight b.weight
-    h = torch.relu(self.a(x))
+CalledThreeTimes(x=(3, 5)) hidden finds a.weight b.weight
     for _ in range(3):
         h = torch.relu(self.b(h))
     return self.c(h)
@@ -488,22 +484,17 @@ HyperNetwork(x=(3, 5), z=(3, 4))
     make_w=(4, 30), make_b=(4, 6), out=(6, 2)
     w, b = self.make_w(z).view(-1, 6, 5), self.make_b(z)
     return self.out(torch.relu(torch.einsum("bi,boi->bo", x, w) + b))
-LowRankAdapter(x=(3, 5)) layers finds a.weight
+LowRankAdapter(x=(3, 5)) hidden finds a.weight
     down=nn.Linear(8, 2, bias=False), up=nn.Linear(2, 8, bias=False)
-    h = torch.relu(self.a(x))
     return self.c(torch.relu(self.b(h) + 2.0 * self.up(self.down(h))))
-LowRankWrittenOut(x=(3, 5)) layers
+LowRankWrittenOut(x=(3, 5)) hidden
     left=nn.Parameter(torch.randn(8, 2)), right=nn.Parameter(torch.randn(2, 8))
-    h = torch.relu(self.a(x))
     return self.c(torch.relu(F.linear(h, self.b.weight + self.left @ self.right, self.b.bias)))
-PlusIdentity(x=(3, 5)) layers finds a.weight
-    h = torch.relu(self.a(x))
+PlusIdentity(x=(3, 5)) hidden finds a.weight
     return self.c(torch.relu(F.linear(h, self.b.weight + torch.eye(8))))
-SymmetricWeight(x=(3, 5)) layers
-    h = torch.relu(self.a(x))
+SymmetricWeight(x=(3, 5)) hidden
     return self.c(torch.relu(h @ (self.b.weight + self.b.weight.T)))
-TriangularWeight(x=(3, 5)) layers
-    h = torch.relu(self.a(x))
+TriangularWeight(x=(3, 5)) hidden
     return self.c(torch.relu(h @ self.b.weight.tril()))
 Bayesian(x=(3, 5)) # Weights by their mean and the logarithm of their deviation, at the mean in evaluation.
     mu=nn.Parameter(torch.randn(6, 5)), rho=nn.Parameter(torch.randn(6, 5)), out=(6, 2)
@@ -656,14 +647,12 @@ GraphAttention(x=(5, 5), edges=torch.tensor([[0, 1, 2, 3, 4, 0, 2], [1, 2, 3, 4,
     e = F.leaky_relu(self.score(torch.cat([h[source], h[target]], -1)), 0.2).exp()
     total = torch.zeros(5, 1).index_add(0, target, e)
     return self.c(torch.zeros(5, 6).index_add(0, target, h[source] * e) / (total + 1e-16))
-ScatterMean(x=(5, 5)) layers finds a.weight
-    h = torch.relu(self.a(x))
+ScatterMean(x=(5, 5)) hidden finds a.weight
     index = torch.tensor([0, 0, 1, 1, 1])
     total = torch.zeros(2, 8).scatter_add(0, index[:, None].expand(-1, 8), h)
     count = torch.zeros(2).scatter_add(0, index, torch.ones(5))
     return self.c(total / count[:, None])
-ScatterReduce(x=(5, 5)) layers finds a.weight
-    h = torch.relu(self.a(x))
+ScatterReduce(x=(5, 5)) hidden finds a.weight
     index = torch.tensor([0, 0, 1, 1, 1])[:, None].expand(-1, 8)
     return self.c(torch.zeros(2, 8).scatter_reduce(0, index, h, "amax", include_self=False))
 DenseAdjacency(x=(5, 5)) layers finds a.weight
@@ -800,12 +789,10 @@ LinearRecurrence(x=(2, 6, 5)) # A gated linear recurrence, computed with cumulat
     return self.out(h)
 
 # in-place writes, constants, dead code
-FirstIsOne(x=(3, 5)) layers
-    h = torch.relu(self.a(x))
+FirstIsOne(x=(3, 5)) hidden
     h[:, 0] = 1
     return self.c(torch.relu(self.b(h)))
-EveryOtherHalved(x=(3, 5)) layers
-    h = torch.relu(self.a(x))
+EveryOtherHalved(x=(3, 5)) hidden
     h[:, ::2] *= 0.5
     return self.c(h)
 WrittenThroughChunks(x=(3, 5)) layers
@@ -829,8 +816,7 @@ FilledBuffer(x=(3, 5)) layers
     out[:, :4] = torch.relu(self.a(x))[:, :4]
     out[:, 4:] = self.b(torch.relu(self.a(x)))[:, 4:]
     return self.c(out)
-DeadBranches(x=(3, 5)) layers finds a.weight
-    h = torch.relu(self.a(x))
+DeadBranches(x=(3, 5)) hidden finds a.weight
     _ = h.cumsum(-1)
     g = torch.relu(self.b(h))
     _ = h + g
@@ -843,11 +829,9 @@ Autocast(x=(3, 5)) layers finds a.weight
     with torch.autocast("cpu", torch.bfloat16):
         h = torch.relu(self.a(x))
     return self.c(h.float())
-CountsNonzero(x=(3, 5)) layers finds a.weight
-    h = torch.relu(self.a(x))
+CountsNonzero(x=(3, 5)) hidden finds a.weight
     return self.c(h) / (torch.linalg.vector_norm(h, ord=0, dim=-1, keepdim=True) + 1)
-RoundedUnits(x=(3, 5)) layers
-    h = torch.relu(self.a(x))
+RoundedUnits(x=(3, 5)) hidden
     return self.c(h.long().to(h.dtype) + 0.1 * h)
 PooledPlaces(x=(2, 3, 6, 6)) # Where the maxima are, as numbers.
     a=nn.Conv2d(3, 4, 1), b=(4, 2)
@@ -957,8 +941,7 @@ ConstantFeatures(x=(3, 5))
     h = torch.relu(self.a(x))
     extra = torch.stack([h.mean(-1), h.amax(-1), h.std(-1), torch.ones(3)], -1)
     return self.b(torch.cat([h, extra], -1))
-GradientReversal(x=(3, 5)) layers finds a.weight
-    h = torch.relu(self.a(x))
+GradientReversal(x=(3, 5)) hidden finds a.weight
     return self.c(h), self.c(torch.relu(self.b(2 * h.detach() - h)))
 UnusedParameters(x=(3, 5)) layers
     spare=(8, 8), unused=nn.Parameter(torch.randn(3))
@@ -988,13 +971,15 @@ TokenMerging(x=(2, 4, 5)) # Tokens weighted by a score that they compute; the be
 
 def handwritten(source: str, number: int) -> Handwritten:
     head, *lines = source.splitlines()
-    match = re.fullmatch(r"(\w+)\((.*)\)(?: (layers|attends))?(?: finds ([\w. ]+?))?(?: *#.*)?", head)
+    match = re.fullmatch(r"(\w+)\((.*)\)(?: (layers|hidden|attends))?(?: finds ([\w. ]+?))?(?: *#.*)?", head)
     assert match, head
     name, arguments, kind, finds = match.groups()
     generator = torch.Generator().manual_seed(number)
     given = {n: torch.randn(i, generator=generator) if isinstance(i, tuple) else i for n, i in made(arguments).items()}
     parts = [line for line in lines if re.match(r" {4}\w+=[^=]", line)]
     forward = lines[len(parts) :]
+    if kind == "hidden":
+        forward = ["    h = torch.relu(self.a(x))", *forward]
     if kind == "attends":
         forward = ["    b, t, _ = x.shape", *forward, "    return self.head(torch.relu(self.out(y.reshape(b, t, -1))))"]
     if any("return" in line for line in forward):

@@ -235,12 +235,8 @@ def planted_layer(b: Builder) -> None:
     (up, up_line), width = b.linear(h, size := b.width()), size
     down = b.fresh("l")
     act = b.among(*ACTIVATIONS).format(f"self.{up}({h})")
-    b.add(
-        (h,),
-        f"self.{down}({act})",
-        [up_line, f"self.{down} = nn.Linear({width}, {b.width()})"],
-        planted=[f"{up}.weight"],
-    )
+    init = [up_line, f"self.{down} = nn.Linear({width}, {b.width()})"]
+    b.add((h,), f"self.{down}({act})", init, planted=[f"{up}.weight"])
 
 
 @operator(6)
@@ -280,11 +276,8 @@ def tied(b: Builder) -> None:
     elif style == "object":
         h = b.pick(2, 3, where=lambda s: s[-1] == size)
         new = b.fresh("l")
-        b.add(
-            (h,),
-            f"self.{new}({h})",
-            [f"self.{new} = nn.Linear({size}, {out})", f"self.{new}.weight = self.{name}.weight"],
-        )
+        init = [f"self.{new} = nn.Linear({size}, {out})", f"self.{new}.weight = self.{name}.weight"]
+        b.add((h,), f"self.{new}({h})", init)
     else:
         h = b.pick(2, 3, where=lambda s: s[-1] == size)
         b.add((h,), f"{h} + self.{name}.weight.mean(0)")
@@ -576,36 +569,28 @@ def written(b: Builder) -> None:
         raise Unfit
     name, line = b.linear(h, n)
     k = b.random.randint(1, n - 1)
-    form, init = b.among(
-        (["{0} = {h}.clone()", "{0}[..., 0] = 1"], []),
-        (["{0} = {h}.clone()", "{0}[..., ::2] = 0.5"], []),
-        (["{0} = {h}.clone()", "{0}[..., :{k}] *= 2"], []),
-        (["{0} = {h}.clone()", "{0}[..., :{k}].relu_()"], []),
-        (["{0} = {h}.clone()", "{0}[..., {k}:] = torch.tanh({0}[..., {k}:])"], []),
-        (["{0} = {h} + 0", "{0}.chunk(2, -1)[0].mul_(0.5)"], []),
-        (["{0} = {h} + 0", "{0}.split([{k}, {m}], -1)[1].tanh_()"], []),
-        (["{0} = {h} + 0", "{0}.unbind(-1)[1].zero_()"], []),
-        (["{0} = {h} + 0", "{0}.narrow(-1, 0, {k}).copy_(torch.sigmoid({h}.narrow(-1, 0, {k})))"], []),
-        (["{0} = {h} + 0", "{0}[:, -1].add_(1)"], []),
-        (["{0} = torch.zeros_like({h})", "{0}[..., :{k}] = {h}[..., :{k}]"], []),
-        (["{0} = torch.zeros_like({h})", "{0} += {h}"], []),
-        (["{0} = {h}.clone()", "{0} += self.{l}({h})"], [line]),
-        (["{0} = self.{l}({h})", "{0}[..., :{k}] += {h}[..., :{k}]"], [line]),
-        (["{0} = self.{l}({h})", "{0}.mul_(torch.sigmoid({h}))"], [line]),
-        (["{0} = self.{l}({h})", "{0}.relu_()"], [line]),
-        (["{0} = self.{l}({h})", "torch.relu_({0})", "{0} = {0}.add(1)"], [line]),
-        (["{0} = self.{l}({h})", "{0}.masked_fill_({0} < 0, 0)"], [line]),
-        (["{0} = self.{l}({h})", "v = {0}.view(-1, {n})", "v[0].zero_()"], [line]),
-        (["{0} = self.{l}({h})", "{0}.transpose(0, -1)[0] = 0"], [line]),
-        (["{0} = {h}.clone()", "{0}.index_fill_(-1, torch.tensor([0, {k}]), 0.0)"], []),
-        (["{0} = {h}.clone()", "{0}[{0} < 0] = 0"], []),
-        (["{0} = torch.empty_like({h})", "{0}.copy_({h})", "{0}.clamp_(min=0)"], []),
-        (["{0} = {h}.clone()", "a, c = {0}[..., :1], {0}[..., 1:]", "a.add_(c.sum(-1, keepdim=True))"], []),
-        (["{0} = {h}.clone()", "{0}.diagonal().zero_()"], []),
-        (["{0} = {h}.clone()", "{0}.index_copy_(-1, torch.tensor([0]), {h}[..., 1:2])"], []),
-        (["{0} = {h}.clone()", "{0}.index_add_(-1, torch.tensor([0, 1]), {h}[..., :2])"], []),
-    )
-    b.add((h,), form, init, h=h, k=k, m=n - k, n=n, l=name)
+    form = b.among(
+        "{0} = {h}.clone(); {0}[..., 0] = 1", "{0} = {h}.clone(); {0}[..., ::2] = 0.5",
+        "{0} = {h}.clone(); {0}[..., :{k}] *= 2", "{0} = {h}.clone(); {0}[..., :{k}].relu_()",
+        "{0} = {h}.clone(); {0}[..., {k}:] = torch.tanh({0}[..., {k}:])",
+        "{0} = {h} + 0; {0}.chunk(2, -1)[0].mul_(0.5)", "{0} = {h} + 0; {0}.split([{k}, {m}], -1)[1].tanh_()",
+        "{0} = {h} + 0; {0}.unbind(-1)[1].zero_()",
+        "{0} = {h} + 0; {0}.narrow(-1, 0, {k}).copy_(torch.sigmoid({h}.narrow(-1, 0, {k})))",
+        "{0} = {h} + 0; {0}[:, -1].add_(1)", "{0} = torch.zeros_like({h}); {0}[..., :{k}] = {h}[..., :{k}]",
+        "{0} = torch.zeros_like({h}); {0} += {h}", "{0} = {h}.clone(); {0} += self.{l}({h})",
+        "{0} = self.{l}({h}); {0}[..., :{k}] += {h}[..., :{k}]", "{0} = self.{l}({h}); {0}.mul_(torch.sigmoid({h}))",
+        "{0} = self.{l}({h}); {0}.relu_()", "{0} = self.{l}({h}); torch.relu_({0}); {0} = {0}.add(1)",
+        "{0} = self.{l}({h}); {0}.masked_fill_({0} < 0, 0)",
+        "{0} = self.{l}({h}); v = {0}.view(-1, {n}); v[0].zero_()",
+        "{0} = self.{l}({h}); {0}.transpose(0, -1)[0] = 0",
+        "{0} = {h}.clone(); {0}.index_fill_(-1, torch.tensor([0, {k}]), 0.0)", "{0} = {h}.clone(); {0}[{0} < 0] = 0",
+        "{0} = torch.empty_like({h}); {0}.copy_({h}); {0}.clamp_(min=0)",
+        "{0} = {h}.clone(); a, c = {0}[..., :1], {0}[..., 1:]; a.add_(c.sum(-1, keepdim=True))",
+        "{0} = {h}.clone(); {0}.diagonal().zero_()",
+        "{0} = {h}.clone(); {0}.index_copy_(-1, torch.tensor([0]), {h}[..., 1:2])",
+        "{0} = {h}.clone(); {0}.index_add_(-1, torch.tensor([0, 1]), {h}[..., :2])",
+    )  # fmt: skip
+    b.add((h,), form.split("; "), [line] if "{l}" in form else [], h=h, k=k, m=n - k, n=n, l=name)
 
 
 @operator(0.7)
@@ -843,9 +828,7 @@ def stacked(b: Builder) -> None:
         if bias:
             init.append(f"self.{c} = nn.Parameter(torch.randn({e}, {made}))")
             lines.append(
-                b.among(
-                    f"y = y + self.{c}[:, None]", f"y = y + self.{c}.unsqueeze(1)", f"y = y + self.{c}.view({e}, 1, -1)"
-                )
+                "y = y + " + b.among(f"self.{c}[:, None]", f"self.{c}.unsqueeze(1)", f"self.{c}.view({e}, 1, -1)")
             )
         if gated:
             lines += [b.among("y, g = y.chunk(2, -1)", "y, g = y[..., ::2], y[..., 1::2]"), "y = y * torch.sigmoid(g)"]
@@ -856,11 +839,8 @@ def stacked(b: Builder) -> None:
         lines.append(f"g = self.{r}({flat}).softmax(-1)")
         if b.flip():
             lines.append(f"g = torch.zeros_like(g).scatter(1, g.topk({min(2, e)}, -1)[1], 1.0) * g")
-        lines.append(
-            b.among(
-                f"y = (y * g.t().view({e}, {tokens}, 1)).sum(0)", "y = torch.einsum('teo,te->to', y.transpose(0, 1), g)"
-            )
-        )
+        summed = f"(y * g.t().view({e}, {tokens}, 1)).sum(0)"
+        lines.append("y = " + b.among(summed, "torch.einsum('teo,te->to', y.transpose(0, 1), g)"))
         lines.append(f"{{0}} = y.reshape({', '.join(map(str, (*b.shape(h)[:-1], o)))})")
     else:
         first, read = weight(w, "eif")
@@ -874,12 +854,9 @@ def stacked(b: Builder) -> None:
             init.append(f"self.{r} = nn.Linear({n}, {e})")
             lines.append(f"g = self.{r}({h}).softmax(-1)")
             second, read = weight(v, "efo")
-            lines.append(
-                b.among(
-                    f"{{0}} = torch.einsum('{lead}{order},{second},{lead}e->{lead}o', y, {read}, g)",
-                    f"{{0}} = (torch.einsum('{lead}{order},{second}->{lead}eo', y, {read}) * g[..., None]).sum(-2)",
-                )
-            )
+            whole = f"torch.einsum('{lead}{order},{second},{lead}e->{lead}o', y, {read}, g)"
+            each = f"(torch.einsum('{lead}{order},{second}->{lead}eo', y, {read}) * g[..., None]).sum(-2)"
+            lines.append("{0} = " + b.among(whole, each))
         elif how == "attention":
             if len(lead) < 2:
                 raise Unfit

@@ -47,27 +47,24 @@ def parse(config_class: type[T], values: Mapping[str, Any], where: str) -> T:
 
 def resolve(path: str) -> Any:
     """The object with a dotted name: ``package.module.name``, ``module:name``, also an attribute of a class."""
-    parts = path.replace(":", ".").split(".")
-    if len(parts) < 2:
+    parent, _, name = path.replace(":", ".").rpartition(".")
+    if not parent or not name:
         raise ConfigError(f"cannot import {path!r}: it is no dotted name, such as package.module.name")
-    for cut in range(len(parts) - 1, 0, -1):  # the longest part that is a module; what follows are its attributes
-        module = ".".join(parts[:cut])
-        try:
-            found: Any = importlib.import_module(module)
-        except Exception as error:  # a module that fails when it is imported can raise anything
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if missing is not None and (module == missing or module.startswith(f"{missing}.")):
-                continue
+    try:
+        holder: Any = importlib.import_module(parent)
+    except Exception as error:  # a module that fails when it is imported can raise anything
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        if missing and f"{parent}.".startswith(f"{missing}."):  # a class, or nothing
+            if "." not in parent:
+                said = f"there is no module {parent!r}; install it, or run where it can be imported"
+                raise ConfigError(f"cannot import {path!r}: {said}") from None
+            holder = resolve(parent)
+        else:
             said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no message')}"
-            raise ConfigError(f"cannot import {path!r}: importing {module} fails: {said}") from error
-        for k, name in enumerate(parts[cut:]):
-            if not hasattr(found, name):
-                raise ConfigError(f"cannot import {path!r}: {'.'.join(parts[: cut + k])} has no {name!r}")
-            found = getattr(found, name)
-        return found
-    raise ConfigError(
-        f"cannot import {path!r}: there is no module {parts[0]!r}; install it, or run where it can be imported"
-    )
+            raise ConfigError(f"cannot import {path!r}: importing {parent} fails: {said}") from error
+    if not hasattr(holder, name):
+        raise ConfigError(f"cannot import {path!r}: {parent} has no {name!r}")
+    return getattr(holder, name)
 
 
 def parse_assignments(texts: Iterable[str], option: str) -> dict[str, Any]:

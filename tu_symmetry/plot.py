@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-
-from tu_symmetry.symmetry.drawing import lay_out
-
-if TYPE_CHECKING:
-    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Drawn = tuple[Any, Any]
 
@@ -171,46 +166,6 @@ def bars(
     axes.set_xticks(range(len(names)), list(names), rotation=90 if len(names) > 4 else 0)
     axes.set(ylabel=ylabel, yscale="log" if log else "linear")
     axes.legend(loc="best")
-    return figure, axes
-
-
-def group_graph(graph: SymmetryGraph, *, ax: Any = None) -> Drawn:
-    """The network with its groups, as ``graph.to_html`` draws it: layers as boxes, groups as lines that branch to them.
-
-    A dot: the group moves what the layer makes; a ring: it moves what the layer reads. Solid lines are permutations,
-    thin ones permutations within blocks, dashed ones positive scales, dotted ones normalizations.
-    """
-    from matplotlib.colors import hsv_to_rgb
-    from matplotlib.patches import Rectangle
-
-    layout = lay_out(graph)
-    box, spacing = 240.0, 12.0
-    width = box + 30 + spacing * layout.columns + 200
-    figure, axes = new_axes(ax, width=width / 75, height=max(layout.height, 60) / 75)
-    for layer in layout.layers:
-        edge: dict[str, Any] = {"facecolor": "#f4f4f2", "edgecolor": "#8a8a86", "linewidth": 0.8}
-        axes.add_patch(Rectangle((0, layer.top), box, layer.height, **edge))
-        middle, shape = layer.top + layer.height / 2, "×".join(map(str, layer.shape))
-        axes.text(6, middle, layer.name[-30:], va="center", fontsize=7, family="monospace")
-        axes.text(box - 6, middle, shape, va="center", ha="right", fontsize=6, color="#666666")
-    styles = {"permutation": ("-", 1.8), "nested": ("-", 0.8), "scale": ("--", 1.1), "normalization": (":", 1.1)}
-    labels = box + 20 + spacing * layout.columns
-    for lane in layout.lanes:
-        color = tuple(hsv_to_rgb((lane.hue / 360, 0.8, 0.75)))
-        style, thick = styles[lane.kind]
-        x = box + 14 + spacing * lane.column
-        axes.plot([x, x], [lane.branches[0].y, lane.branches[-1].y], style, color=color, linewidth=thick)
-        for branch in lane.branches:
-            axes.plot([box, x], [branch.y, branch.y], style, color=color, linewidth=thick)
-            if branch.makes:
-                axes.plot([x], [branch.y], "o", color=color, markersize=3.5)
-            if branch.reads:
-                at = box if branch.makes else x
-                axes.plot([at], [branch.y], "o", color=color, markersize=3.5, markerfacecolor="white")
-        said = f"{lane.name} {lane.size}{'' if lane.kind == 'permutation' else f' {lane.kind}'}"
-        axes.text(labels, lane.branches[0].y, said, color=color, va="center", fontsize=7, family="monospace")
-    axes.set(xlim=(-2, width), ylim=(layout.height + 4, -8))
-    axes.axis("off")
     return figure, axes
 
 

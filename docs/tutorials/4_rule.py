@@ -56,13 +56,7 @@ tus.verify_symmetries(graph, network, x)
 print(graph)
 
 # %%
-# The eight hidden units may be permuted (solid line), and scaled (dashed): from the layer that makes them, a dot, to
-# the one that reads them, a ring.
-
-figure, axes = tus.plot.group_graph(graph)
-
-# %%
-# Both leave the function as it is.
+# The eight hidden units may be permuted and scaled. Both leave the function as it is.
 
 moved = tus.apply_permutation(graph, tus.random_permutation(graph), network.state_dict())
 moved = tus.apply_scale(graph, tus.random_scale(graph), moved)

@@ -142,8 +142,3 @@ def test_routines_that_stand_for_no_single_network_are_refused(kind: str, graph:
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def test_another_architecture_is_named(graph: tus.SymmetryGraph) -> None:
-    with pytest.raises(tus.SymmetryError, match=r"states\[1\]"):
-        tus.align(graph, [routine(network(0)), routine(network(0, width=5))])

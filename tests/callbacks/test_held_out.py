@@ -19,6 +19,7 @@ from torch_uncertainty.datamodules import TUDataModule
 from torch_uncertainty.datamodules.abstract import CrossValDataModule
 from torch_uncertainty.datasets.utils import TTADataset, create_train_val_split
 from torch_uncertainty.routines import ClassificationRoutine
+from trainings import trainer
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.callbacks.held_out import at_most, share_samples, validation_loader
@@ -177,10 +178,7 @@ def routine(model: nn.Module, **options: Any) -> ClassificationRoutine:
 
 
 def runner(callback: FitLaplace, epochs: int) -> Trainer:
-    return Trainer(
-        callbacks=[callback], max_epochs=epochs, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    return trainer(callback, max_epochs=epochs, limit_val_batches=0)
 
 
 def run(
@@ -190,12 +188,12 @@ def run(
     callback = FitLaplace(**options)
     processing = None if ensemble else LaplacePostProcessing()
     own = routine(LaplaceEnsemble(model, 30) if ensemble else model, is_ensemble=ensemble, post_processing=processing)
-    trainer = runner(callback, epochs)
+    fitting = runner(callback, epochs)
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(own, datamodule=data)
-        (found,) = trainer.test(own, datamodule=data, verbose=False)
+        fitting.fit(own, datamodule=data)
+        (found,) = fitting.test(own, datamodule=data, verbose=False)
     said = [str(w.message) for w in caught if issubclass(w.category, NothingHeldOutWarning)]
     return callback, dict(found), said
 
@@ -239,10 +237,10 @@ def test_the_data_module_stays_as_it_is_while_training() -> None:
     assert callback.calibration is not None
     assert data.stages.count("test") == 3  # two of a copy; they share the list
     data = UncertaintyData()
-    trainer = runner(FitLaplace(evaluate_at="map"), 1)
+    fitting = runner(FitLaplace(evaluate_at="map"), 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(routine(network()), datamodule=data)
+        fitting.fit(routine(network()), datamodule=data)
     assert not hasattr(data, "test")
 
 
@@ -251,16 +249,16 @@ def test_what_turns_out_to_be_tested_on_is_not_chosen_on() -> None:
     data, own = UncertaintyData(), routine(network())
     data.setup("fit")
     callback = FitLaplace(evaluate_at="map")
-    trainer = runner(callback, 1)
-    trainer.limit_val_batches = 1.0
+    fitting = runner(callback, 1)
+    fitting.limit_val_batches = 1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(own, data.train_dataloader(), data.val_dataloader())
+        fitting.fit(own, data.train_dataloader(), data.val_dataloader())
     assert callback.calibration is not None and callback.calibration.held_out
     assert callback.calibration.samples == 360
     la = callback.laplace
     with pytest.warns(NothingHeldOutWarning, match="are the test data"):
-        trainer.test(own, DataLoader(copy.deepcopy(data.val), 60), verbose=False)
+        fitting.test(own, DataLoader(copy.deepcopy(data.val), 60), verbose=False)
     assert callback.laplace is la and not callback.calibration.held_out
 
 

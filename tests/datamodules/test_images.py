@@ -16,7 +16,6 @@ from recipe_runs import plant_images
 from torch import Tensor, nn
 
 from tu_symmetry import datamodules
-from tu_symmetry.callbacks.training_data import plain_training_loader
 from tu_symmetry.datamodules import CIFARDataModule, DataFileError, DigitsDataModule, IDXDataModule
 from tu_symmetry.datamodules.loading import SeededOrder, TensorPairs, flip_and_shift
 from tu_symmetry.datamodules.readers import CIFAR_ARCHIVE, read_idx, read_idx_images
@@ -239,15 +238,6 @@ def test_a_resumed_run_sees_the_batches_that_were_left(tmp_path: Path, steps: in
     assert len(joined) == len(whole.batches) == 12
     assert all(torch.equal(a, b) for a, b in zip(joined, whole.batches, strict=True))
     assert all(torch.equal(t, rest.state_dict()[name]) for name, t in whole.state_dict().items())
-
-
-def test_laplace_takes_the_training_data_in_order(tmp_path: Path) -> None:
-    module, data = Seen(), DigitsDataModule(augment=True, batch_size=50, train_size=190)
-    run = trainer(tmp_path, max_steps=1, enable_checkpointing=False)
-    run.fit(module, datamodule=data)
-    plain = plain_training_loader(run, module)
-    assert torch.equal(torch.cat([x for x, _ in plain]), data.train.x)
-    assert torch.equal(torch.cat([x for x, _ in data.postprocess_dataloader()]), data.train.x)
 
 
 def test_cifar_from_an_archive(tmp_path: Path) -> None:

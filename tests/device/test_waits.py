@@ -30,7 +30,7 @@ from tu_symmetry.posterior.hamiltonian import HamiltonianChain
 from tu_symmetry.posterior.network import BayesianNetwork, categorical_nll
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import DeepImagePriorRoutine
-from tu_symmetry.symmetry.action import largest_entry, permute_entries
+from tu_symmetry.symmetry.action import largest_entry, permute_tensors_
 
 Waits = Callable[[Callable[[], object]], int]
 CUDA = torch.device("cuda", 0)
@@ -76,7 +76,7 @@ def test_tensors_that_a_permutation_moves(waits: Waits) -> None:
         there = {g: p.to(CUDA) for g, p in drawn.items()}
         assert waits(lambda: tus.apply_permutation(graph, drawn, held)) == 1  # noqa: B023
         assert waits(lambda: tus.apply_permutation(graph, there, held)) == 2  # noqa: B023
-        assert waits(lambda: permute_entries(graph, drawn, dict(held))) == 1  # noqa: B023
+        assert waits(lambda: permute_tensors_(graph, drawn, held)) == 1  # noqa: B023
         assert waits(lambda: graph.check_state(held)) == 1  # noqa: B023
         assert waits(lambda: largest_entry(held["0.weight"])) == 1  # noqa: B023
 

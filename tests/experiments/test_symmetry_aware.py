@@ -27,7 +27,6 @@ from tu_symmetry.cli import main
 from tu_symmetry.configs import read_mapping
 from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
 from tu_symmetry.experiments.symmetry_aware.evaluation import (
-    _trusted,
     evaluate,
     member_probabilities,
     mutual_information,
@@ -163,18 +162,6 @@ def store(folder: Path, states: list[dict[str, Tensor]]) -> Path:
     made = SampleStore.create(folder / "samples", architecture="SmallLeNet", method="test")
     made.append(states, step=range(len(states)))
     return folder
-
-
-def test_a_trusted_predictive_is_read_in_test_order(tmp_path: Path) -> None:
-    """The layout of the HMC reference of CIFAR-10: ``probs``, all test points in order, single precision."""
-    probs = np.random.default_rng(0).dirichlet(np.ones(10), size=50).astype(np.float32)
-    np.savez(tmp_path / "good.npz", probs=probs)
-    torch.testing.assert_close(_trusted(tmp_path / "good.npz", 20), torch.from_numpy(probs[:20]).double())
-    with pytest.raises(ValueError, match="at least 60 test points"):
-        _trusted(tmp_path / "good.npz", 60)
-    np.savez(tmp_path / "other.npz", logits=probs)
-    with pytest.raises(ValueError, match="no probs"):
-        _trusted(tmp_path / "other.npz", 20)
 
 
 def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

@@ -125,29 +125,6 @@ def test_noise_of_a_perfect_fit_is_refused_whatever_its_rounding(units: float, s
 
 
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
-def test_weights_of_a_classification_minimize_the_tangent_objective(curvature: str) -> None:
-    model, x, y = problem()
-    la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)
-    la.set_precision({"0": 0.4, "2": 2.0})
-    mode = la.solve_mode()
-    jac, offset = tangent_problem(la, x)
-    theta = la.theta.clone()
-
-    def objective(theta: Tensor) -> Tensor:
-        logits = (offset + jac @ theta).view(20, 3)
-        return vmap(losses("classification"))(logits, y).sum() + 0.5 * (spread(la) * theta.square()).sum()
-
-    for _ in range(3):  # Newton on the dense problem, from there
-        step = torch.linalg.solve(torch.func.hessian(objective)(theta), torch.func.grad(objective)(theta))
-        theta = theta - step
-    torch.testing.assert_close(la.theta, theta, rtol=0, atol=1e-5)
-    assert mode.converged
-    tight = la.solve_mode(tolerance=1e-10)
-    assert tight.converged
-    torch.testing.assert_close(la.theta, theta, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("curvature", ["full", "kfac"])
 def test_the_certificate_is_the_gradient_in_posterior_standard_deviations(curvature: str) -> None:
     model, x, y = problem()
     la = fitted(model, x, y, "classification", prior="per_layer", curvature=curvature)

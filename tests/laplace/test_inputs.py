@@ -84,12 +84,7 @@ def halves(whole: dict[str, Tensor]) -> list[dict[str, Tensor]]:
         ("kfac", "object", False),
         ("full", "mapping", True),
         ("last_layer", "object", True),
-        *(
-            pytest.param(c, o, p, marks=pytest.mark.slow)
-            for c in ("kfac", "full", "diag", "last_layer")
-            for o in ("object", "mapping")
-            for p in (False, True)
-        ),
+        ("diag", "mapping", False),
     ],
 )
 def test_a_mapping_is_a_call_with_keywords(curvature: Any, output: str, pooled: bool) -> None:

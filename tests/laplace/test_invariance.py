@@ -80,18 +80,25 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
-@pytest.mark.parametrize("curvature", ["kfac", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "curvature"),
+    [
+        ("classification", "kfac"),
+        pytest.param("classification", "full", marks=pytest.mark.slow),
+        pytest.param("regression", "kfac", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str, curvature: str) -> None:
-    model, graph, x, y = problem(name)
-    reference, expected = predictions(model, graph, x, y, curvature=curvature)
+def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str, kind: str, curvature: str) -> None:
+    model, graph, x, y = problem(name, kind)
+    reference, expected = predictions(model, graph, x, y, kind, curvature=curvature)
     evidence = reference.log_marginal_likelihood()
-    names = [g.name for g in graph.normalizations]
-    assert names
+    assert graph.normalizations
     for k in (0.1, 10.0, 1000.0):
         moved = rescaled(model, graph, k, NETWORKS[name][0])
         torch.testing.assert_close(moved(x), model(x), rtol=1e-9, atol=1e-9)
-        la, found = predictions(moved, graph, x, y, curvature=curvature)
+        la, found = predictions(moved, graph, x, y, kind, curvature=curvature)
+        assert la.noise_variance == pytest.approx(reference.noise_variance, rel=1e-6)
         for key, value in found.items():
             assert relative(value, expected[key]) < 1e-6, key
         assert la.log_marginal_likelihood() == pytest.approx(evidence, rel=1e-7)
@@ -100,18 +107,6 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
             assert row.precision * factor == pytest.approx(before.precision, rel=1e-4)
             assert row.squared_norm / factor == pytest.approx(before.squared_norm, rel=1e-4, abs=1e-9)
             assert row.gamma == pytest.approx(before.gamma, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(NETWORKS))
-def test_regression_with_its_noise_by_the_evidence(name: str) -> None:
-    model, graph, x, y = problem(name, "regression")
-    reference, expected = predictions(model, graph, x, y, "regression")
-    la, found = predictions(rescaled(model, graph, 10.0, NETWORKS[name][0]), graph, x, y, "regression")
-    assert la.noise_variance == pytest.approx(reference.noise_variance, rel=1e-6)
-    for key, value in found.items():
-        assert relative(value, expected[key]) < 1e-6, key
 
 
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")

@@ -218,17 +218,6 @@ def test_many_groups_are_stretched_to_the_same_point() -> None:
     assert found[0] == pytest.approx(found[1], abs=1e-7)
 
 
-def test_it_ends_at_the_same_point_however_it_is_batched() -> None:
-    la, other = fit(), fit()
-    ((x, y),) = la.train_loader or []
-    first = la.optimize_evidence()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(5))
-    result = other.optimize_evidence([(x[i], y[i]) for i in order.split(7)])
-    assert other.fitted.objective() == pytest.approx(la.fitted.objective(), abs=1e-8)
-    # the evidence by itself is not stationary there: it moves with the precisions' own tolerance of 1e-6
-    assert result.log_marginal_likelihood == pytest.approx(first.log_marginal_likelihood, abs=1e-6)
-
-
 def test_a_flat_hyperprior_prunes_groups_that_the_evidence_sends_to_infinity() -> None:
     la = fit(samples=12)
     with warnings.catch_warnings():

@@ -324,51 +324,48 @@ class Softplus(nn.Module):
         return F.softplus(x)
 
 
-def parametrized(kind: str) -> nn.Module:
-    norm: Any = parametrizations.weight_norm
-    if kind == "linear":
-        return nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), norm(nn.Linear(5, 3)))
-    if kind == "convolution":
-        return nn.Sequential(
-            norm(nn.Conv1d(2, 4, 3, padding=1)), nn.ReLU(), norm(nn.Conv1d(4, 4, 2, groups=2), dim=None), nn.Flatten(),
-            nn.Linear(12, 3),
-        )  # fmt: skip
-    if kind == "old":
-        return nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3))
-    if kind == "embedding":
-        return nn.Sequential(norm(nn.Embedding(5, 4)), norm(nn.Linear(4, 3)))
+def linear(change: Callable[[Any], Any]) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
-    if kind == "spectral":
-        parametrizations.spectral_norm(model[0])
-    elif kind == "orthogonal":
-        parametrizations.orthogonal(model[0])
-    elif kind == "bias":
-        parametrize.register_parametrization(model[0], "bias", Softplus())
-    elif kind == "chain":
-        norm(model[0])
-        parametrize.register_parametrization(model[0], "weight", Softplus(), unsafe=True)
+    change(model[0])
     return model
 
 
-KINDS = {"linear": (4,), "convolution": (2, 4), "old": (4,), "embedding": None, "spectral": (4,), "orthogonal": (4,),
-         "bias": (4,), "chain": (4,)}  # fmt: skip
+def chain(layer: nn.Module) -> None:
+    parametrize.register_parametrization(norm(layer), "weight", Softplus(), unsafe=True)
+
+
+norm: Any = parametrizations.weight_norm
+PARAMETRIZED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(norm(nn.Linear(4, 5)), nn.Tanh(), norm(nn.Linear(5, 3))), (4,)),
+    "convolution": (
+        lambda: nn.Sequential(norm(nn.Conv1d(2, 4, 3, padding=1)), nn.ReLU(),
+                              norm(nn.Conv1d(4, 4, 2, groups=2), dim=None), nn.Flatten(), nn.Linear(12, 3)),
+        (2, 4),
+    ),
+    "old": (lambda: linear(nn.utils.weight_norm), (4,)),
+    "embedding": (lambda: nn.Sequential(norm(nn.Embedding(5, 4)), norm(nn.Linear(4, 3))), ()),
+    "spectral": (lambda: linear(parametrizations.spectral_norm), (4,)),
+    "orthogonal": (lambda: linear(parametrizations.orthogonal), (4,)),
+    "bias": (lambda: linear(lambda m: parametrize.register_parametrization(m, "bias", Softplus())), (4,)),
+    "chain": (lambda: linear(chain), (4,)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
 @pytest.mark.parametrize("limit", [4096, 3])
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(PARAMETRIZED))
 def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str, limit: int) -> None:
     """For ``W = g v / ||v||`` by the chain rule through ``W``; all other parameters as ever."""
-    model, shape = parametrized(kind), KINDS[kind]
-    model = model.double().eval() if kind in ("orthogonal", "spectral") else randomize(model)
-    x = TOKENS if shape is None else inputs(*shape)
+    build, shape = PARAMETRIZED[kind]
+    model = build().double().eval() if kind in ("orthogonal", "spectral") else randomize(build())
+    x = inputs(*shape) if shape else TOKENS
     la = compare(model, x, labels(model(x)), limit=limit)
     assert set(la.whole) >= {name for name in la.tangent.names if "original" in name or name.endswith(("_g", "_v"))}
 
 
 def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
     """``W`` does not depend on the length of ``v``: the block has each row's ``v`` in its null space."""
-    model, x = randomize(parametrized("linear")), inputs(4)
+    model, x = randomize(PARAMETRIZED["linear"][0]()), inputs(4)
     la = fitted(model, x, labels(model(x)), prior="per_group")
     assert len(la.prior_groups) > 1  # the rows of v are normalization groups
     name = "0.parametrizations.weight.original1"
@@ -392,45 +389,33 @@ class Random(nn.Module):
         self.per_position = self.kind == "tokens" and rng.random() < 0.5
         self.layers: Any = nn.ModuleList()
         self.reads: list[str] = []
-        width = rng.randint(2, 4)
+        self.size = width = rng.randint(2, 4)
         if self.kind == "tokens":
-            self.layers.append(nn.Embedding(5, width))
-            self.reads.append("")
-        elif self.kind == "vector":
-            self.size = width
-        else:
-            self.size = width
+            self.append(nn.Embedding(5, width))
         for _ in range(rng.randint(1, 3)):
-            new = rng.choice([width, rng.randint(2, 4)])
+            new, bias = rng.choice([width, rng.randint(2, 4)]), rng.random() < 0.7
+            layer: nn.Module = nn.Linear(width, new, bias=bias)
             if self.kind == "image":
                 groups = 2 if width % 2 == 0 and new % 2 == 0 and rng.random() < 0.3 else 1
-                layer: nn.Module = nn.Conv2d(width, new, rng.choice([1, 3]), padding="same", groups=groups,
-                                             bias=rng.random() < 0.7)  # fmt: skip
-            else:
-                layer = nn.Linear(width, new, bias=rng.random() < 0.7)
+                layer = nn.Conv2d(width, new, rng.choice([1, 3]), padding="same", groups=groups, bias=bias)
             if rng.random() < 0.3:
                 layer = parametrizations.weight_norm(layer)
             reads = self.kind != "image" and width == new and rng.random() < 0.4
-            self.layers.append(layer)
-            self.reads.append(rng.choice(["plus", "gram", "scale"]) if reads else "")
-            if rng.random() < 0.5:
-                self.layers.append(self._norm(rng, new))
-                self.reads.append("")
+            self.append(layer, rng.choice(["plus", "gram", "scale"]) if reads else "")
             width = new
-        self.head = nn.Linear(width, 3)
-        self.width, self.tied_head = width, rng.random() < 0.2
+            if rng.random() < 0.5:
+                images = [nn.BatchNorm2d(width), nn.GroupNorm(1, width), nn.PReLU(width)]
+                self.append(rng.choice(images if self.kind == "image" else [nn.LayerNorm(width), nn.RMSNorm(width)]))
+        self.head, self.tied_head = nn.Linear(width, 3), rng.random() < 0.2
 
-    def _norm(self, rng: random.Random, width: int) -> nn.Module:
-        if self.kind == "image":
-            return rng.choice([nn.BatchNorm2d(width), nn.GroupNorm(1, width), nn.PReLU(width)])
-        return rng.choice([nn.LayerNorm(width), nn.RMSNorm(width)])
+    def append(self, layer: nn.Module, read: str = "") -> None:
+        self.layers.append(layer)
+        self.reads.append(read)
 
     def example(self, samples: int) -> Tensor:
-        generator = torch.Generator().manual_seed(5)
         if self.kind == "tokens":
-            return torch.randint(0, 5, (samples, 3), generator=generator)
-        shape = (self.size,) if self.kind == "vector" else (self.size, 3, 2)
-        return torch.randn(samples, *shape, generator=generator, dtype=torch.float64)
+            return TOKENS[:samples]
+        return inputs(*((self.size,) if self.kind == "vector" else (self.size, 3, 2)), samples=samples)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, read in zip(self.layers, self.reads, strict=True):
@@ -446,9 +431,7 @@ class Random(nn.Module):
             x = x.mean((2, 3))
         elif self.kind == "tokens" and not self.per_position:
             x = x.mean(1)
-        if self.tied_head:
-            return self.head(x) + F.linear(x, self.head.weight)
-        return self.head(x)
+        return self.head(x) + (F.linear(x, self.head.weight) if self.tied_head else 0)
 
 
 def planted(model: Random) -> set[str]:

@@ -291,10 +291,6 @@ def test_probit(curvature: str) -> None:
     torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-8, atol=1e-10)
     sampled = la.predictive(x, link_approx="probit", covariance="samples", num_samples=800)
     assert 1e-6 < float((sampled - expected).abs().max()) < 0.03
-
-
-def test_mean_is_the_network() -> None:
-    la, x = fitted()
     torch.testing.assert_close(la.predictive(x, link_approx="mean"), la.model(x).softmax(-1).detach())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,48 +12,26 @@ import tu_symmetry as tus
 from tu_symmetry.reporting.brief import Brief
 
 
-def results() -> dict[str, Any]:
+def test_results_print_short_and_say_what_was_found() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Linear(8, 300), nn.ReLU(), nn.LayerNorm(300), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3)
-    )
-    net = net.double()
+    net = nn.Sequential(nn.Linear(8, 300), nn.ReLU(), nn.Linear(300, 200), nn.ReLU(), nn.Linear(200, 3)).double()
     x = torch.randn(4, 8, dtype=torch.float64)
     graph = tus.discover_symmetries(net, x)
     one = net.state_dict()
     two = tus.apply_permutation(graph, tus.random_permutation(graph), one)
-    loader = [(x, torch.tensor([0, 1, 2, 0]))]
-    return {
-        "graph": graph,
-        "alignment": tus.align(graph, [one, two, one]),
-        "matching": tus.weight_matching(graph, one, two),
-        "canonical form": tus.canonicalize(graph, one),
-        "merged": tus.merge(graph, [one, two], net, loader, loss=F.cross_entropy),
-    }
-
-
-def test_results_print_short_and_as_tables() -> None:
-    for name, result in results().items():
+    alignment, form = tus.align(graph, [one, two, one]), tus.canonicalize(graph, one)
+    merged = tus.merge(graph, [one, two], net, [(x, torch.tensor([0, 1, 2, 0]))], loss=F.cross_entropy)
+    for result in (graph, alignment, tus.weight_matching(graph, one, two), form, merged):
         assert isinstance(result, Brief)
-        text = repr(result)
-        assert text.startswith(type(result).__name__ + "(") and "tensor" not in text, name
-        assert len(text) < 500 and "\n" not in text, name
-        page = result._repr_html_()
-        assert all(part in html.unescape(page) for fact in result.facts() for part in fact), name
-        assert all(key in text for key, _ in result.facts())
-
-
-def test_what_is_said_is_what_was_found() -> None:
-    found = results()
-    facts = dict(found["alignment"].facts())
-    assert facts["states"] == "3 entries" and facts["reference"] == "0"
-    counts = found["alignment"].transpositions
-    assert facts["transpositions"] == f"{sum(counts) / 3:.4g} (0 to {max(counts)})"
-    canonical = dict(found["canonical form"].facts())
-    assert canonical["mass before"] == f"{found['canonical form'].mass_before:.4g}"
-    assert dict(found["graph"].facts())["of"] == "Sequential" and "Symmetries of" in str(found["graph"])
-    merged = found["merged"]
+        text, page = repr(result), result._repr_html_()
+        assert text.startswith(type(result).__name__ + "(") and "tensor(" not in text and "\n" not in text
+        assert len(text) < 500
+        assert all(part in html.unescape(page) for fact in result.facts() for part in fact)
+    counts = alignment.transpositions
+    assert dict(alignment.facts())["transpositions"] == f"{sum(counts) / 3:.4g} (0 to {max(counts)})"
+    assert dict(form.facts())["mass before"] == f"{form.mass_before:.4g}"
     assert f"aligned loss {merged.scores['aligned']['loss']:.4g}" in dict(merged.facts())["scores"]
+    assert "Symmetries of" in str(graph)
 
 
 def test_markup_in_a_name_is_escaped() -> None:

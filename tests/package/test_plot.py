@@ -11,12 +11,10 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
-from torch import nn
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import LossBarrier
 from tu_symmetry.callbacks.figures import log_figure
-from tu_symmetry.symmetry.drawing import lay_out
 
 matplotlib.use("Agg")
 
@@ -28,12 +26,7 @@ def closed() -> Any:
 
 
 def line(barrier: float, losses: list[float]) -> LossBarrier:
-    return LossBarrier(barrier, [0.0, 0.5, 1.0], losses, [0.0] * 3)
-
-
-def graph() -> tus.SymmetryGraph:
-    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-    return tus.discover_symmetries(network, torch.randn(2, 1, 4, 4))
+    return LossBarrier(barrier, [0.0, 0.5, 1.0], losses)
 
 
 def test_lines_and_bands_show_means_and_spreads() -> None:
@@ -63,17 +56,6 @@ def test_matrices_and_bars() -> None:
         tus.plot.barriers({"before": matrix, "after": matrix}, ax=axes[0])
     _, ax = tus.plot.bars({"mass": [1, 2, 3], "least": [1, 1, 2]}, ["x", "y", "z"], log=True)
     assert [bar.get_height() for bar in ax.containers[0]] == [1, 2, 3] and ax.get_yscale() == "log"
-
-
-def test_the_group_graph_names_layers_and_groups() -> None:
-    found = graph()
-    figure, ax = tus.plot.group_graph(found)
-    said = " ".join(text.get_text() for text in ax.texts)
-    layout = lay_out(found)
-    assert all(layer.name in said for layer in layout.layers) and all(lane.name in said for lane in layout.lanes)
-    assert len(ax.patches) == len(layout.layers) and len(ax.lines) > len(layout.lanes)
-    figure.canvas.draw()
-    assert np.asarray(figure.canvas.buffer_rgba())[..., :3].std() > 5, "an empty picture"
 
 
 class FakeTrainer:

@@ -124,17 +124,6 @@ def test_what_was_given_is_left_as_it_is(name: str) -> None:
         assert all(torch.equal(t, old) for t, old in zip(state.values(), tensors, strict=True))
 
 
-def test_routines_give_the_state_dicts_of_their_networks() -> None:
-    class LightningModule(nn.Module):  # told by its name
-        def __init__(self, model: nn.Module) -> None:
-            super().__init__()
-            self.model = model
-
-    routines = [LightningModule(network) for network in networks()]
-    for state in (*tus.align(GRAPH, routines).states, tus.load_state(routines[0])):
-        Net().load_state_dict(state)
-
-
 @pytest.mark.parametrize("prefix", ["", "model.", "net.model."])
 @pytest.mark.parametrize("suffix", [".pt", ".ckpt", ".safetensors"])
 def test_files_keep_the_versions_of_modules(suffix: str, prefix: str, tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine
 from torchmetrics.classification import BinaryAUROC
+from trainings import trainer
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.laplace.linearized import LinearizedLaplace
@@ -53,20 +54,6 @@ class DataModule(LightningDataModule):
         return self.val_dataloader()
 
 
-def trainer(*callbacks: Any, epochs: int = 4, **options: Any) -> Trainer:
-    return Trainer(
-        callbacks=list(callbacks),
-        max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-
-
 def classify(model: nn.Module, **options: Any) -> ClassificationRoutine:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     return ClassificationRoutine(model, CLASSES, nn.CrossEntropyLoss(), optim_recipe=optimizer, **options)
@@ -76,7 +63,7 @@ def run(routine: Any, data: DataModule, **options: Any) -> tuple[dict[str, float
     """Fit and test; the metrics without the loaders' numbers, and the callback."""
     torch.manual_seed(0)
     callback = FitLaplace(**{"calibrate": False} | options)
-    runner = trainer(callback)
+    runner = trainer(callback, max_epochs=4)
     runner.fit(routine, data)
     found: dict[str, float] = {}
     for results in runner.test(routine, data, verbose=False):

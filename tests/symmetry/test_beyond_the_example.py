@@ -44,20 +44,95 @@ class Shown:
     training: bool = False
 
 
-def table(read: Callable[[Net, Tensor], Tensor], groups: Sequence[tuple[int, ...]], **layers: nn.Module) -> Shown:
+CASES: dict[str, Shown] = {}
+LONGER = [(tokens(3),), (tokens(9),), (tokens(16),)]
+
+
+def show(
+    name: str, forward: Callable[..., Any], groups: Sequence[int], scales: int | None = None, *,
+    example: tuple[Any, ...] = (tokens(5),), others: Sequence[tuple[Any, ...]] = LONGER, training: bool = False,
+    **parts: Any,
+) -> None:  # fmt: skip
+    """Add a case; pairs are linear layers."""
+    CASES[name] = Shown(Net(forward, **parts), example, others, [(g,) for g in groups], scales, training)
+
+
+def table(name: str, read: Callable[[Net, Tensor], Tensor], groups: Sequence[int] = (8,), **parts: Any) -> None:
     """A table of sixteen rows beside tokens, of which the example has five."""
+    parts = {"table": nn.Embedding(16, 8), "a": (4, 8), "b": (8, 3), **parts}
+    show(name, lambda m, x: m.b(relu(m.a(x) + read(m, x))), groups, **parts)
 
-    def forward(m: Net, x: Tensor) -> Tensor:
-        return m.b(relu(m.a(x) + read(m, x)))
 
-    layers = {"table": nn.Embedding(16, 8), **layers}
-    network = Net(forward, a=nn.Linear(4, 8), b=nn.Linear(8, 3), **layers)
-    return Shown(network, (tokens(5),), [(tokens(3),), (tokens(9),), (tokens(16),)], groups)
+def sized(name: str, hidden: Callable[[Tensor, int], Tensor], groups: Sequence[int], scales: int) -> None:
+    """What becomes of eight hidden units follows the number of tokens, five in the example."""
+    show(name, lambda m, x: m.b(hidden(m.a(x), x.shape[1])), groups, scales, a=(4, 8), b=(8, 3))
+
+
+table("rows cut by the length", lambda m, x: m.table.weight[: x.shape[1]])
+table("rows looked up in order", lambda m, x: m.table(torch.arange(x.shape[1])))
+table("centered rows", lambda m, x: (m.table.weight - m.table.weight.mean(0))[: x.shape[1]])
+table(
+    "rows through a layer",
+    lambda m, x: m.map(m.table.weight)[: x.shape[1]],
+    [8, 6],
+    table=nn.Embedding(16, 6),
+    map=(6, 8),
+)
+table("normalized rows", lambda m, x: F.normalize(m.table.weight[: x.shape[1]], dim=-1))
+table("rows normalized by a layer", lambda m, x: m.norm(m.table.weight)[: x.shape[1]], norm=nn.LayerNorm(8))
+table("the sum of rows", lambda m, x: m.table.weight[: x.shape[1]].sum(0))
+table("one row", lambda m, x: m.table.weight[x.shape[1] - 1])
+table("rows cut, and all of them", lambda m, x: m.table.weight[: x.shape[1]].sum(0) + m.table.weight.mean(0))
+table("rows masked by the length", lambda m, x: (torch.arange(16) < x.shape[1]).float() @ m.table.weight)
+table("rows chosen by the length",
+      lambda m, x: torch.where(torch.arange(16)[:, None] < x.shape[1], m.table.weight, 0.0).sum(0))  # fmt: skip
+table("rows padded by less than nothing", lambda m, x: F.pad(m.table.weight, (0, 0, 0, x.shape[1] - 16)).sum(0))
+table("one row by its number", lambda m, x: F.one_hot(torch.tensor(x.shape[1] - 1), 16).float() @ m.table.weight)
+sized("units masked by the length", lambda h, n: relu(h) * (torch.arange(8) < n), [], 8)
+sized("units in larger blocks when long",
+      lambda h, n: relu(h).unflatten(-1, (-1, 2 if n < 8 else 4)).softmax(-1).flatten(2), [], 0)  # fmt: skip
+sized("units summed up when long", lambda h, n: relu(h).cumsum(-1) if n > 6 else relu(h), [], 1)
+sized("units sorted when short", lambda h, n: relu(h).sort(-1)[0] if n < 4 else relu(h), [], 1)
+sized("no scales when long", lambda h, n: h.tanh() if n > 6 else relu(h), [8], 0)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, n: int = 2) -> Tensor:
+        h: Tensor = self.b(relu(self.a(x)) * (torch.arange(8) < n))
+        return h
+
+
+class Flagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, sort: bool = False, *, whole: bool = True) -> Tensor:
+        h = relu(self.a(x)) if scale is None else relu(self.a(x)) * scale
+        h = relu(self.b(h.sort(-1)[0] if sort else h))
+        out: Tensor = self.c(h) if whole else h
+        return out
+
+
+def conditioned(m: Net, x: Tensor, given: Tensor | None = None) -> Tensor:
+    h = m.a(x)
+    if given is not None:
+        gain, shift = m.both(given).chunk(2, -1)
+        h = gain * h + shift
+    return m.b(relu(h))
+
+
+def shifted(m: Net, x: Tensor, given: Tensor | None = None) -> Tensor:
+    return m.b(relu(m.a(x) + (0 if given is None else m.shift.weight[0])))
 
 
 def gated(m: Net, x: Tensor) -> Tensor:
     n = x.shape[1]
-    return m.mix.weight[:n, :n] @ m.a(x)
+    return m.b(relu(m.mix.weight[:n, :n] @ m.a(x)))
 
 
 def variational(m: Net, x: Tensor) -> Tensor:
@@ -87,121 +162,23 @@ def optional(m: Net, x: Tensor, mask: Tensor | None = None) -> Tensor:
     return m.c(relu(m.b(relu(h))))
 
 
-def conditioned(m: Net, x: Tensor, given: Tensor | None = None) -> Tensor:
-    h = m.a(x)
-    if given is not None:
-        gain, shift = m.both(given).chunk(2, -1)
-        h = gain * h + shift
-    return m.b(relu(h))
-
-
-def shifted(m: Net, x: Tensor, given: Tensor | None = None) -> Tensor:
-    return m.b(relu(m.a(x) + (0 if given is None else m.shift.weight[0])))
-
-
-class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, n: int = 2) -> Tensor:
-        h: Tensor = self.b(relu(self.a(x)) * (torch.arange(8) < n))
-        return h
-
-
-class Flagged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, scale: Tensor | None = None, sort: bool = False, *, whole: bool = True) -> Tensor:
-        h = relu(self.a(x)) if scale is None else relu(self.a(x)) * scale
-        h = relu(self.b(h.sort(-1)[0] if sort else h))
-        out: Tensor = self.c(h) if whole else h
-        return out
-
-
-def sized(hidden: Callable[[Tensor, int], Tensor], groups: Sequence[tuple[int, ...]], scales: int) -> Shown:
-    """What becomes of eight hidden units follows the number of tokens, five in the example."""
-    network = Net(lambda m, x: m.b(hidden(m.a(x), x.shape[1])), **linear((4, 8), (8, 3)))
-    return Shown(network, (tokens(5),), [(tokens(3),), (tokens(9),), (tokens(16),)], groups, scales)
-
-
-def linear(*sizes: tuple[int, int]) -> dict[str, nn.Module]:
-    return {name: nn.Linear(*size) for name, size in zip("abc", sizes, strict=False)}
-
-
-masked = (rows(2), torch.tensor([True, False]))
-CASES = {
-    "rows cut by the length": table(lambda m, x: m.table.weight[: x.shape[1]], [(8,)]),
-    "rows looked up in order": table(lambda m, x: m.table(torch.arange(x.shape[1])), [(8,)]),
-    "centered rows": table(lambda m, x: (m.table.weight - m.table.weight.mean(0))[: x.shape[1]], [(8,)]),
-    "rows through a layer": table(lambda m, x: m.map(m.table.weight)[: x.shape[1]], [(8,), (6,)],
-                                  table=nn.Embedding(16, 6), map=nn.Linear(6, 8)),
-    "normalized rows": table(lambda m, x: F.normalize(m.table.weight[: x.shape[1]], dim=-1), [(8,)]),
-    "rows normalized by a layer": table(
-        lambda m, x: m.norm(m.table.weight)[: x.shape[1]], [(8,)], norm=nn.LayerNorm(8)
-    ),
-    "the sum of rows": table(lambda m, x: m.table.weight[: x.shape[1]].sum(0), [(8,)]),
-    "one row": table(lambda m, x: m.table.weight[x.shape[1] - 1], [(8,)]),
-    "rows cut by the length, and all of them": table(
-        lambda m, x: m.table.weight[: x.shape[1]].sum(0) + m.table.weight.mean(0), [(8,)]
-    ),
-    "rows masked by the length": table(
-        lambda m, x: (torch.arange(16) < x.shape[1]).float() @ m.table.weight, [(8,)]
-    ),
-    "rows chosen by the length": table(
-        lambda m, x: torch.where(torch.arange(16)[:, None] < x.shape[1], m.table.weight, 0.0).sum(0), [(8,)]
-    ),
-    "rows padded by less than nothing": table(
-        lambda m, x: F.pad(m.table.weight, (0, 0, 0, x.shape[1] - 16)).sum(0), [(8,)]
-    ),
-    "one row by its number": table(
-        lambda m, x: F.one_hot(torch.tensor(x.shape[1] - 1), 16).float() @ m.table.weight, [(8,)]
-    ),
-    "units masked by the length": sized(lambda h, n: relu(h) * (torch.arange(8) < n), [], 8),
-    "units in larger blocks when long": sized(
-        lambda h, n: relu(h).unflatten(-1, (-1, 2 if n < 8 else 4)).softmax(-1).flatten(2), [], 0
-    ),
-    "units summed up when long": sized(lambda h, n: relu(h).cumsum(-1) if n > 6 else relu(h), [], 1),
-    "units sorted when short": sized(lambda h, n: relu(h).sort(-1)[0] if n < 4 else relu(h), [], 1),
-    "no scales when long": sized(lambda h, n: h.tanh() if n > 6 else relu(h), [(8,)], 0),
-    "an integer that is left out": Shown(Counted(), (rows(2),), [(rows(2), 1), (rows(2), 5)], [], 8),
-    "a layer of gains and shifts that is left out": Shown(
-        Net(conditioned, both=nn.Linear(2, 16), **linear((4, 8), (8, 3))), (rows(2),),
-        [(rows(2), rows(2)[:, :2])], [], 0,
-    ),
-    "a number that is left out": Shown(
-        Net(shifted, shift=nn.Embedding(1, 1), **linear((4, 8), (8, 3))), (rows(2),), [(rows(2), rows(2))], [(8,)], 0
-    ),
-    "dropout before positions": Shown(
-        Net(lambda m, x: m.codes(m.drop(m.a(x)).argmax(-1)), drop=nn.Dropout(0.3), codes=nn.Embedding(8, 3),
-            **linear((4, 8))), (rows(5),), [(rows(2),)], [], training=True,
-    ),
-    "rows and columns": Shown(
-        Net(lambda m, x: m.b(relu(gated(m, x))), mix=nn.Linear(16, 16), **linear((4, 8), (8, 3))),
-        (tokens(5),), [(tokens(3),), (tokens(16),)], [(8,)],
-    ),
-    "a head of training": Shown(
-        Net(variational, mean=nn.Linear(8, 5), deviation=nn.Linear(8, 5), c=nn.Linear(5, 3), **linear((4, 8))),
-        (rows(2),), [(rows(6),)], [(8,), (5,)], 8, training=True,
-    ),
-    "a half for training": Shown(
-        Net(halves, both=nn.Linear(8, 10), c=nn.Linear(5, 3), **linear((4, 8))),
-        (rows(2),), [(rows(6),)], [(8,), (5,)], 8, training=True,
-    ),
-    "an auxiliary output": Shown(
-        Net(auxiliary, head=nn.Linear(8, 3), **linear((4, 8), (8, 6), (6, 3))),
-        (rows(2),), [(rows(6),)], [(8,), (6,)], 14, training=True,
-    ),
-    "an expert that is not called": Shown(
-        Net(experts, first=nn.Linear(8, 6), second=nn.Linear(8, 6), a=nn.Linear(4, 8), c=nn.Linear(6, 3)),
-        (rows(2),), [(rows(5),)], [], 0,
-    ),
-    "an argument that is left out": Shown(
-        Net(optional, token=nn.Embedding(1, 8), **linear((4, 8), (8, 6), (6, 3))), (rows(2),), [masked], [(6,)], 6
-    ),
-}  # fmt: skip
+two, more = {"example": (rows(2),)}, {"example": (rows(2),), "others": [(rows(6),)]}
+CASES["an integer that is left out"] = Shown(Counted(), (rows(2),), [(rows(2), 1), (rows(2), 5)], [], 8)
+show("a layer of gains and shifts that is left out", conditioned, [], 0, **two, others=[(rows(2), rows(2)[:, :2])],
+     both=(2, 16), a=(4, 8), b=(8, 3))  # fmt: skip
+show("a number that is left out", shifted, [8], 0, **two, others=[(rows(2), rows(2))], shift=nn.Embedding(1, 1),
+     a=(4, 8), b=(8, 3))  # fmt: skip
+show("dropout before positions", lambda m, x: m.codes(m.drop(m.a(x)).argmax(-1)), [], example=(rows(5),),
+     others=[(rows(2),)], training=True, drop=nn.Dropout(0.3), codes=nn.Embedding(8, 3), a=(4, 8))  # fmt: skip
+show("rows and columns", gated, [8], mix=(16, 16), a=(4, 8), b=(8, 3))
+show("a head of training", variational, [8, 5], 8, training=True, **more, mean=(8, 5), deviation=(8, 5), c=(5, 3),
+     a=(4, 8))  # fmt: skip
+show("a half for training", halves, [8, 5], 8, training=True, **more, both=(8, 10), c=(5, 3), a=(4, 8))
+show("an auxiliary output", auxiliary, [8, 6], 14, training=True, **more, head=(8, 3), a=(4, 8), b=(8, 6), c=(6, 3))
+show("an expert that is not called", experts, [], 0, **two, others=[(rows(5),)], first=(8, 6), second=(8, 6), a=(4, 8),
+     c=(6, 3))  # fmt: skip
+show("an argument that is left out", optional, [6], 6, **two, others=[(rows(2), torch.tensor([True, False]))],
+     token=nn.Embedding(1, 8), a=(4, 8), b=(8, 6), c=(6, 3))  # fmt: skip
 
 
 def test_flags_that_no_example_gives_are_followed_both_ways_and_other_arguments_are_named() -> None:
@@ -297,7 +274,7 @@ def test_lists_of_examples_are_checked() -> None:
 
 
 def test_parameters_that_no_code_names_pin_nothing() -> None:
-    network = Net(lambda m, x: m.b(relu(m.a(x))), unnamed=nn.Linear(8, 8), **linear((4, 8), (8, 3)))
+    network = Net(lambda m, x: m.b(relu(m.a(x))), unnamed=(8, 8), a=(4, 8), b=(8, 3))
     graph = tus.discover_symmetries(network, rows(2))
     assert sizes(graph) == [(8,)] and not graph.unreached
 
@@ -308,7 +285,7 @@ def test_training_mode_that_cannot_be_followed_is_told() -> None:
             assert targets is not None, "targets"
         return m.b(relu(m.a(x)))
 
-    graph = tus.discover_symmetries(Net(forward, **linear((4, 8), (8, 3))), rows(2))
+    graph = tus.discover_symmetries(Net(forward, a=(4, 8), b=(8, 3)), rows(2))
     assert graph.training.startswith("not followed") and "training mode" in str(graph)
 
 
@@ -388,7 +365,7 @@ def _(x: Tensor) -> Tensor:
 
 
 def test_a_rule_of_ones_own_is_taken_to_make_equal_numbers_unless_it_says_otherwise() -> None:
-    network = Net(lambda m, x: m.codes(half_relu(m.a(x)).argmax(-1)), a=nn.Linear(4, 8), codes=nn.Embedding(8, 3))
+    network = Net(lambda m, x: m.codes(half_relu(m.a(x)).argmax(-1)), a=(4, 8), codes=nn.Embedding(8, 3))
     tus.register_rule("beyond.half_relu")(lambda call: elementwise(call, homogeneous=True))
     assert not TRAITS["beyond.half_relu"]
     assert sizes(tus.discover_symmetries(network, rows(3))) == []
@@ -411,7 +388,7 @@ def test_a_branch_on_a_constant_mask_is_no_branch_on_values() -> None:
         return m.c(m.encoder(m.a(x), mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1])))
 
     layer = nn.TransformerEncoderLayer(8, 2, 6, batch_first=True)
-    network = Net(forward, encoder=nn.TransformerEncoder(layer, 1), a=nn.Linear(4, 8), c=nn.Linear(8, 3)).eval()
+    network = Net(forward, encoder=nn.TransformerEncoder(layer, 1), a=(4, 8), c=(8, 3)).eval()
     graph = tus.discover_symmetries(network, tokens(5))
     assert graph.branch is None and sizes(graph) == [(2,), (2, 4), (2, 4), (6,), (8,)]
     tus.verify_symmetries(graph, network, tokens(5), on_failure="raise")

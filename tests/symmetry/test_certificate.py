@@ -57,21 +57,6 @@ def test_certificates_hold_for_right_moves_and_for_no_wrong_one(case: Case, dtyp
             tus.symmetry.require_certificate(wrong, "aligned weights")
 
 
-def test_every_sample_of_a_stack_is_certified() -> None:
-    model, x = network()
-    graph = tus.discover_symmetries(model, x)
-    stack = {n: torch.stack([t, 2 * t, -t]) for n, t in model.state_dict().items()}
-    moved = tus.apply_permutation(graph, tus.random_permutation(graph), stack)
-    certificate = tus.certify(graph, stack, moved)
-    assert certificate.holds and certificate.samples == 3 and certificate.outputs == 3 * 12
-    moved["0.bias"] = moved["0.bias"].clone()
-    moved["0.bias"][2] += 1.0
-    worst = tus.certify(graph, stack, moved)
-    assert not worst.holds and "OUTPUTS CHANGED in the worst of 3 samples" in str(worst)
-    one = tus.certify(graph, *({n: t[:2] for n, t in s.items()} for s in (stack, moved)))
-    assert one.holds
-
-
 def test_a_change_of_one_part_in_a_million_is_seen_in_double_precision_and_explained_in_bfloat16() -> None:
     model, x = network()
     graph = tus.discover_symmetries(model, x)
@@ -112,24 +97,18 @@ def test_integer_outputs_and_infinite_ones_are_certified() -> None:
     assert wrong.change == torch.inf and not wrong.holds
 
 
-def test_a_certificate_takes_given_inputs_and_a_graph_that_lost_its_network_takes_a_model() -> None:
+def test_what_cannot_be_certified_is_said() -> None:
     model, x = network()
     graph = tus.discover_symmetries(model, x)
     graph.require_verified()
     state = dict(model.state_dict())
     moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
-    assert tus.certify(graph, state, moved, example_inputs=torch.randn(10, 5)).outputs == 30
+    assert tus.certify(graph, state, moved).outputs == 12
     lost = pickle.loads(pickle.dumps(graph))
-    assert lost.probe is None and copy.deepcopy(graph).probe is graph.probe
-    with pytest.raises(tus.SymmetryError, match=r"holds no network to run.*model=model"):
+    with pytest.raises(tus.SymmetryError, match=r"holds no network to run.*verify_symmetries"):
         tus.certify(lost, state, moved)
-    with pytest.raises(tus.SymmetryError, match="without example inputs"):
-        tus.certify(lost, state, moved, model=model)
-    assert tus.certify(lost, state, moved, model=model, example_inputs=x).holds
-    with pytest.raises(tus.SymmetryError, match="different numbers of sample axes"):
+    with pytest.raises(tus.SymmetryError, match="the state after is a stack"):
         tus.certify(graph, state, {n: t.unsqueeze(0) for n, t in moved.items()})
-    with pytest.raises(tus.SymmetryError, match="no samples"):
-        tus.certify(graph, *({n: t.unsqueeze(0)[:0] for n, t in s.items()} for s in (state, moved)))
 
 
 def test_a_graph_keeps_no_weights_alive() -> None:

@@ -47,12 +47,12 @@ def row(
     inputs: tuple[tuple[int, ...], ...] = ((3, 5),),
     **parts: Any,
 ) -> None:
-    """Add a row; where no other parts have their names, there are layers a: 5 -> 8, b: 8 -> 8 and c: 8 -> 3."""
+    """Add a row; beside other parts there are layers a: 5 -> 8, b: 8 -> 8 and c: 8 -> 3."""
     shapes = [(p,) if isinstance(p, int) else tuple(p) for p in permutations]
 
     def build() -> Net:
         torch.manual_seed(0)
-        given = layers | parts
+        given = {k: p for k, p in (layers | parts).items() if p is not None}
         made = {k: p() if callable(p) and not isinstance(p, nn.Module) else p for k, p in given.items()}
         return Net(forward, **made)
 
@@ -81,7 +81,7 @@ row("classes: smallest and where", lambda m, x: m.c(relu(m.a(x))).min(-1), [8], 
 row("classes: smallest alone", lambda m, x: m.c(relu(m.a(x))).min(-1).values, [8, 3], 8, 0)
 for name in ("max", "min", "median", "nanmedian", "mode"):
     row(f"{name}: both", lambda m, x, n=name: getattr(m.a(x), n)(-1), [], 0)
-    row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0)
+    row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0, b=None, c=None)
 row("kthvalue: both", lambda m, x: m.a(x).kthvalue(2, -1), [], 0)
 row("kthvalue: values", lambda m, x: m.c(relu(m.a(x))) + m.a(x).kthvalue(2, -1)[0][:, None], [8], 0)
 row("sort: values", lambda m, x: m.c(relu(m.a(x)).sort(-1).values), [8], 1)
@@ -714,7 +714,8 @@ def test_operators_have_the_groups_counted_by_hand(row: Row) -> None:
     assert sum(g.size for g in graph.scales) == row.scales
     assert sum(g.size for g in graph.normalizations) == row.normalizations
     tus.verify_symmetries(graph, model, inputs)
-    assert not judge(graph, model, inputs).wrong
+    loose = [g.name for g in (*graph.scales, *graph.normalizations) if not g.exact]  # epsilons may be literals
+    assert not judge(graph.without(*loose), model, inputs).wrong
 
 
 def test_the_refusal_of_a_branch_in_compiled_code_names_a_line_of_the_model() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from tu_symmetry import cli
 from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.drawing import lay_out
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -121,8 +123,10 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("build", [encoder, lambda: discover_symmetries(Tiny(), torch.zeros(1, 3))])
-def test_the_page_parses_and_holds_every_group_tensor_and_pin(build: object, tmp_path: Path) -> None:
-    graph = build()  # type: ignore[operator]
+def test_the_page_parses_and_holds_every_group_tensor_and_pin(
+    build: Callable[[], SymmetryGraph], tmp_path: Path
+) -> None:
+    graph = build()
     target = tmp_path / "graph.html"
     text = graph.to_html(target)
     assert target.read_text(encoding="utf-8") == text and list(tmp_path.iterdir()) == [target]
@@ -132,6 +136,49 @@ def test_the_page_parses_and_holds_every_group_tensor_and_pin(build: object, tmp
     told = "; ".join(page.cells)
     assert all(f"axis {pin.axis}, size {pin.size}: {pin.reason}" in told for pin in graph.pinned)
     assert all(f"axis {m.axis}: {group.name}" in told for group in graph.permutations for m in group.members)
+
+
+def convolutional() -> SymmetryGraph:
+    model = nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
+    return discover_symmetries(model, torch.randn(2, 1, 6, 6))
+
+
+@pytest.mark.parametrize("build", [encoder, convolutional])
+def test_lanes_branch_to_the_layers_of_their_groups_and_do_not_cross_others(build: Callable[[], SymmetryGraph]) -> None:
+    graph = build()
+    layout = lay_out(graph)
+    paths = [layer.name for layer in layout.layers]
+    assert len(set(paths)) == len(paths) and {n.rpartition(".")[0] for n in graph.shapes} == set(paths)
+    lanes = {(lane.name, lane.kind) for lane in layout.lanes}
+    assert len(lanes) == len(layout.lanes) == len(list(graph.groups()))
+    assert {"permutation", "nested", "scale"} <= {lane.kind for lane in layout.lanes}
+    for group in graph.permutations:
+        lane = next(one for one in layout.lanes if one.name == group.name and one.kind in ("permutation", "nested"))
+        for what, axes in (("makes", (0,)), ("reads", (1, 2, 3))):
+            expected = {m.parameter.rpartition(".")[0] for m in group.members if m.axis in axes}
+            assert {paths[b.layer] for b in lane.branches if getattr(b, what)} == expected
+        if group.parent is not None:
+            assert lane.hue == next(one.hue for one in layout.lanes if one.name == group.parent)
+    # Branches lie within the boxes of their layers, and no two at one height.
+    heights = [b.y for lane in layout.lanes for b in lane.branches]
+    assert len(set(heights)) == len(heights)
+    for lane in layout.lanes:
+        for b in lane.branches:
+            box = layout.layers[b.layer]
+            assert box.top < b.y < box.top + box.height
+    for one, two in zip(layout.layers, layout.layers[1:], strict=False):
+        assert one.top + one.height < two.top
+    # Two groups share a lane only where one ends before the other begins.
+    for lane in layout.lanes:
+        for other in layout.lanes:
+            if lane is not other and lane.column == other.column:
+                assert (
+                    lane.branches[-1].layer < other.branches[0].layer
+                    or lane.branches[0].layer > other.branches[-1].layer
+                )
+    assert max(lane.column for lane in layout.lanes) + 1 == layout.columns <= len(layout.lanes)
 
 
 def test_the_page_escapes_names() -> None:

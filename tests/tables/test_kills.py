@@ -221,37 +221,31 @@ def apart(work: Callable[[], Any]) -> int:
 
 
 class Cut:
-    """Ends the process at the n-th file that takes its name, before that or after."""
+    """Counts the files that take their names, and ends the process at the n-th, before that or after."""
 
-    def __init__(self, at: int, when: Literal["before", "after"]) -> None:
-        self.left, self.when, self.replace = at, when, os.replace
+    def __init__(self, at: int = 0, when: Literal["before", "after"] = "after") -> None:
+        self.count, self.at, self.when, self.replace = 0, at, when, os.replace
 
     def __call__(self, source: Any, target: Any) -> None:
-        self.left -= 1
-        if self.left == 0 and self.when == "before":
+        self.count += 1
+        if self.count == self.at and self.when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             self.replace(source, target)
         finally:  # also where a folder stands in the way, which is then moved first
-            if self.left == 0:
+            if self.count == self.at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
 def writes(work: Callable[[], Any]) -> int:
     """How many files take their names."""
-    counted = [0]
-    replace = os.replace
-
-    def count(source: Any, target: Any) -> None:
-        counted[0] += 1
-        replace(source, target)
-
-    os.replace = count  # type: ignore[assignment]
+    counted = Cut()
+    os.replace = counted  # type: ignore[assignment]
     try:
         work()
     finally:
-        os.replace = replace
-    return counted[0]
+        os.replace = counted.replace
+    return counted.count
 
 
 def cut(folder: Path, out: Path, images: Path, at: int, when: Literal["before", "after"]) -> int:

@@ -56,20 +56,10 @@ def activation_matching(
 ) -> Matching:
     """Find the permutation of ``state`` whose hidden units behave most like those of ``reference_state`` on data.
 
-    It maximizes ``sum A_1^T A_2`` over the data (arXiv 2401.00611, section 2).
-
-    Args:
-        graph: the architecture's symmetry graph (verified on first use).
-        model: the module; run in evaluation mode with either state, otherwise left as it is.
-        reference_state: state dict that stays as it is.
-        state: state dict to be permuted.
-        dataloader: batches, tensors or tuples whose first element is the input. Read once, in bounded memory.
-        similarity: sum of products of activations over the data, or their correlation.
-
-    Returns:
-        The matching; ``objective`` is the sum of matched similarities over all places. Groups that no module shows
-        (their layers are called as functions, or two nested groups share every place) are matched by their weights,
-        given all the others: ``by_weights`` names them.
+    It maximizes the sum over all places of ``A_1^T A_2`` (``product``; arXiv 2401.00611, section 2) or of correlations.
+    Groups that no module shows (their layers are called as functions, or two nested groups share every place) are
+    matched by their weights, given all the others: ``by_weights`` names them. The batches, tensors or tuples whose
+    first element is the input, are read once, in bounded memory.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.

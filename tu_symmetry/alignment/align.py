@@ -69,29 +69,25 @@ def align(
 ) -> Alignment[States]:
     """Permute networks so that they lie in one basin.
 
+    The aligned states compute the same functions as the given ones.
+
     Args:
         graph: the architecture's symmetry graph (verified on first use).
-        states: a sequence of state dicts, or a stack with a leading sample axis; at least two networks. Or what has
-            trained them: a LightningModule with a deep ensemble of TorchUncertainty, or a sequence of LightningModules
-            with a network each, which stay as they are; the aligned states are then a list.
+        states: at least two networks: a sequence of state dicts, a stack with a leading sample axis, a LightningModule
+            with a deep ensemble of TorchUncertainty, or a sequence of LightningModules with a network each.
         reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
             distances to the others after matching, among at most 16 of them. ``mean``: each network to the mean of
             those aligned before it. ``universe``: from the running mean, each network against the mean of all others
             until nothing moves, which maximizes the sum of all pairs' objectives. Or a state dict.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
-        solver: how weights are matched: ``frank_wolfe``, or ``descent``, from the identity, which misses more
-            where networks were permuted.
-        similarity: how activations are compared, see :func:`activation_matching`.
+        solver: how weights are matched, see :func:`~tu_symmetry.weight_matching`.
+        similarity: how activations are compared, see :func:`~tu_symmetry.activation_matching`.
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
         threads: networks that are matched at the same time (assignments release the GIL), with the same result.
-        certify: measure on the example inputs that the graph was discovered with that the outputs of each permuted
-            network stay the same: some six forward passes of each, in float64 on the CPU. Where the graph holds no
-            network to run (it was unpickled), the result says so.
-
-    Returns:
-        The alignment. The aligned states compute the same functions as the given ones.
+        certify: measure on the graph's example inputs that the outputs of each permuted network stay the same: a few
+            forward passes of each, in float64 on the CPU, where the graph holds a network to run.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs of a permuted network that
@@ -153,11 +149,7 @@ def matcher(
     model: nn.Module | None,
     dataloader: Iterable[Any] | None,
 ) -> Match:
-    """How two networks are matched.
-
-    Raises:
-        ValueError: matching by activations without a model and data.
-    """
+    """How two networks are matched."""
     if match_on == "weights":
         return lambda target, member: weight_matching(graph, target, member, solver=solver)
     if model is None or dataloader is None:

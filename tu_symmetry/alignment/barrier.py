@@ -28,16 +28,11 @@ class LossBarrier:
             units of the loss; infinite where a network on the path has no finite loss.
         ratios: positions along the path, 0 at ``state_a`` and 1 at ``state_b``.
         losses: mean loss at each of them.
-        chord: the straight line between the losses of the ends, at each of them.
     """
 
     barrier: float
     ratios: list[float]
     losses: list[float]
-    chord: list[float]
-
-    def __float__(self) -> float:
-        return self.barrier
 
 
 def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ratio: float) -> State:
@@ -49,6 +44,8 @@ def interpolate(state_a: Mapping[str, Tensor], state_b: Mapping[str, Tensor], ra
         ValueError: states of different networks.
     """
     check_number(ratio, "ratio")
+    require_state(state_a, "state_a")
+    require_state(state_b, "state_b")
     require_alike(state_b, state_a, "state_b", "state_a")
     mixed = {n: a for n, a in state_a.items() if a.is_floating_point() or a.is_complex()}
     return as_given(state_a, {**state_a, **{n: between(a, state_b[n].to(a), ratio) for n, a in mixed.items()}})
@@ -71,13 +68,7 @@ def mean_loss(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterabl
 def measure(
     model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any], metrics: Mapping[str, Loss]
 ) -> dict[str, float]:
-    """Means of several functions of (outputs, targets) over the samples of a loader, in one pass.
-
-    Args:
-        model: the module, left as it is.
-        state: its weights.
-        dataloader: batches ``(inputs, targets)``.
-        metrics: name to a function whose value is the mean over the batch.
+    """Means of functions of (outputs, targets), each a mean over the batch, over the samples of a loader in one pass.
 
     Raises:
         ValueError: an empty loader, batches without targets, or a value that is no single number.
@@ -110,17 +101,11 @@ def loss_barrier(
     points: int = 11,
     merge: Callable[[State, float], Mapping[str, Tensor]] | None = None,
 ) -> LossBarrier:
-    """Excess of the loss over the chord, at its maximum over the straight path between two networks.
+    """Excess of the mean loss over the chord, at its maximum over the straight path between two networks.
 
-    Args:
-        model: the module.
-        state_a: one end.
-        state_b: the other end.
-        dataloader: batches ``(inputs, targets)``, read once for each point.
-        loss: mean loss over a batch, for example ``torch.nn.functional.cross_entropy`` (nats).
-        points: evenly spaced points on the path, the ends included.
-        merge: corrects each state between the ends, given with its ratio: ``lambda state, ratio:
-            reestimate_batchnorm(model, state, batches)``, for example. Without it running statistics are interpolated.
+    The batches ``(inputs, targets)`` are read once for each of the evenly spaced ``points``, the ends included. Running
+    statistics are interpolated; ``merge(state, ratio)`` may correct the states between the ends (by
+    ``reestimate_batchnorm``, for example).
 
     Raises:
         ValueError: fewer than three points, an empty loader, states of different networks, a loss that is NaN or
@@ -156,35 +141,24 @@ def barrier_of(line: Sequence[tuple[float, float]]) -> LossBarrier:
         )
     losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the path
     curve = torch.tensor(losses, dtype=torch.float64, device="cpu")
-    return LossBarrier(float(chord_excess(curve)), ratios, losses, chord(curve).tolist())
-
-
-def chord(losses: Tensor) -> Tensor:
-    """The straight line between both ends of curves ``[..., points]`` with evenly spaced points, at each of them."""
-    ratios = torch.linspace(0, 1, losses.shape[-1], dtype=losses.dtype, device=losses.device)
-    return torch.lerp(losses[..., :1], losses[..., -1:], ratios)
+    return LossBarrier(float(chord_excess(curve)), ratios, losses)
 
 
 def chord_excess(losses: Tensor) -> Tensor:
-    """The barriers ``[...]`` of curves ``[..., points]``: the largest excess over the chord, 0 at least."""
-    return (losses - chord(losses)).amax(-1).clamp(min=0)
+    """The barriers ``[...]`` of curves ``[..., points]``: the largest excess over the line between their ends."""
+    ratios = torch.linspace(0, 1, losses.shape[-1], dtype=losses.dtype, device=losses.device)
+    chord = torch.lerp(losses[..., :1], losses[..., -1:], ratios)
+    return (losses - chord).amax(-1).clamp(min=0)
 
 
 @dataclass(frozen=True)
 class ClassifierScores:
-    """How one classifier does on labeled samples.
+    """How one classifier does on labeled samples."""
 
-    Attributes:
-        loss: mean cross-entropy in nats.
-        accuracy: share of samples whose most probable class is right.
-        temperature: softmax temperature that was tuned.
-        tempered_loss: mean cross-entropy in nats at that temperature.
-    """
-
-    loss: float
+    loss: float  # mean cross-entropy in nats
     accuracy: float
-    temperature: float
-    tempered_loss: float
+    temperature: float  # of the softmax, tuned
+    tempered_loss: float  # mean cross-entropy in nats at that temperature
 
 
 @leaves_randomness

@@ -110,16 +110,10 @@ def weight_matching(
     It maximizes ``sum_T <reference_T, permuted_T>`` over all parameters (Ainsworth et al. 2023, section 3.2). Running
     statistics move with their channels, but do not count.
 
-    Args:
-        graph: the architecture's symmetry graph (verified on first use).
-        reference_state: state dict that stays as it is.
-        state: state dict to be permuted.
-        solver: ``frank_wolfe`` (relaxation from the barycenter, assignment, descent), or ``descent`` from ``init``: one
-            group after the other until none gains. Which optimum that is depends on the start and on their order.
-        restarts: for ``descent``: number of starts, all but the first random; the best result is kept.
-        look_again: for ``descent``: look for a better optimum around each group, which takes a few times as long.
-        init: where a descent starts; the identity if left out.
-        generator: for random starts and the order of groups (a fixed order without one).
+    ``frank_wolfe`` is a relaxation from the barycenter, assignment, and a descent. ``descent`` from ``init`` (or the
+    identity) goes through one group after the other until none gains, and finds what start and order lead to. It takes
+    further random starts (``restarts`` counts all), and looks for a better optimum around each group (``look_again``,
+    which takes a few times as long). A generator is for random starts and the order of groups.
 
     Raises:
         SymmetryError: a state of another architecture, weights that are NaN, infinite, or so large that float64 does

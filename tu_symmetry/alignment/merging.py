@@ -108,23 +108,20 @@ def merge(
     Args:
         graph: the architecture's symmetry graph (verified on first use, where networks are aligned).
         states: at least two networks: state dicts, files that :func:`~tu_symmetry.load_state` reads, a
-            :class:`~tu_symmetry.SampleStore`, or a stack with a leading sample axis. Files and stores are read one
-            network at a time, two or three times each. A LightningModule (a routine of TorchUncertainty) stands for
-            the network that it has trained, one with a deep ensemble for its members.
+            :class:`~tu_symmetry.SampleStore`, or a stack with a leading sample axis, or routines as for
+            :func:`~tu_symmetry.align`. Files and stores are read one network at a time, two or three times each.
         model: the module, left as it is.
         dataloader: batches, tensors or tuples that begin with the inputs: for ``correction``.
-        correction: ``batchnorm``: running statistics are re-estimated. ``repair``: they are, and every other hidden
-            unit gets the mean and standard deviation of the networks', see :func:`~tu_symmetry.repair`. A network that
-            is merged of a single one stays as it is.
+        correction: ``batchnorm``: :func:`~tu_symmetry.reestimate_batchnorm`. ``repair``: :func:`~tu_symmetry.repair`.
+            A network that is merged of a single one stays as it is.
         weights: the share of each network: ``equal``, or numbers that are at least 0, which are divided by their sum.
         reference: what the networks are aligned to, see :func:`~tu_symmetry.align`; or a network, also as a file; or
             None to average them as they are (they are aligned already).
         solver: how weights are matched, see :func:`~tu_symmetry.align`.
         only: patterns of tensors' names: align partially, by the groups alone all of whose tensors match one of them
             (``["down_blocks.*"]``); everything is aligned without any.
-        loss: mean loss over a batch of (outputs, targets). With it the networks, and what is merged of them after each
-            step, are measured.
-        metrics: further means over a batch, by name (``{"accuracy": ...}``), measured beside the loss.
+        loss: mean loss over a batch of (outputs, targets), by which the networks and each step are measured.
+        metrics: further means over a batch, by name, measured beside the loss.
         validation: batches ``(inputs, targets)`` to measure on; if left out, ``dataloader``.
         points: with 3 or more, also measure the loss at that many points of the line from the first network of the
             merged one to each of the others, the ends included.
@@ -312,14 +309,9 @@ def _normalized(weights: Any, count: int) -> list[float]:
 
 
 def average(states: Networks, weights: Weights = "equal") -> State:
-    """The weighted mean of networks, computed in single precision at least.
+    """The weighted mean of networks (given as for :func:`merge`), computed in single precision at least.
 
-    Args:
-        states: at least one network, as for :func:`merge`; files are read one by one, or tensor by tensor.
-        weights: a share of each, as for :func:`merge`.
-
-    Returns:
-        A state on the device and in the dtypes of the first network that is part of it.
+    It is on the device and in the dtypes of the first network that is part of it.
 
     Raises:
         TypeError: what is no state dict or file.

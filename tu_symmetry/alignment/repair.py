@@ -61,13 +61,8 @@ def batchnorm_layers(model: nn.Module) -> dict[str, nn.Module]:
 def reestimate_batchnorm(model: nn.Module, state: Mapping[str, Tensor], dataloader: Iterable[Any]) -> State:
     """A state with running statistics of all BatchNorm layers from data; all else is shared with the given one.
 
-    One pass in which each batch is normalized by its own statistics, as in training. Means and (unbiased) variances are
-    pooled over all samples, so that the result does not hang on the size of the last batch.
-
-    Args:
-        model: the module, left as it is.
-        state: its weights.
-        dataloader: batches, tensors or tuples that begin with the inputs.
+    One pass over batches (tensors, or tuples that begin with the inputs), each normalized by its own statistics, as in
+    training. Means and (unbiased) variances are pooled over all samples, whatever the size of the last batch.
 
     Raises:
         ValueError: an empty loader, a network without running statistics, or statistics that would be NaN or infinite;
@@ -110,7 +105,7 @@ def repair(
     weight, does not feed a BatchNorm layer directly, and is not the last one to run (the output), is rescaled and
     shifted, channel by channel, in the order of execution: it is measured with all earlier ones corrected, so the
     statistics on ``dataloader`` are met exactly. That takes one pass over the loader for each layer, and one for each
-    endpoint (Jordan et al. 2023, arXiv 2211.08403).
+    endpoint (Jordan et al. 2023, arXiv 2211.08403). Layers without bias are rescaled only, constant units shifted only.
 
     Args:
         model: the module, left as it is.
@@ -118,9 +113,6 @@ def repair(
         ratios: their weights in the merged network, which sum to one.
         merged_state: the interpolated or averaged network.
         dataloader: batches, tensors or tuples that begin with the inputs; the same order is not needed.
-
-    Returns:
-        A new state. Layers without bias are rescaled only. Units that are constant are shifted only.
 
     Raises:
         ValueError: ratios that do not fit, an empty loader, or statistics that are NaN or infinite; the message names

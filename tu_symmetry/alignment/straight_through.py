@@ -39,22 +39,10 @@ def straight_through_matching(
 ) -> Matching:
     """Find the permutation of ``state`` that makes the network halfway to ``reference_state`` a good one.
 
-    The method of Ainsworth et al. 2023, section 3.3.
-
-    Args:
-        graph: the architecture's symmetry graph (verified on first use).
-        model: the module, left as it is. Batch normalization uses the statistics of each batch while training, and
-            re-estimated ones when permutations are compared.
-        reference_state: state dict that stays as it is.
-        state: state dict to be permuted.
-        dataloader: batches ``(inputs, targets)``, read ``2 * epochs + 1`` times.
-        loss: mean loss over a batch, differentiable.
-        epochs: passes of training over the loader.
-        learning_rate: Adam's learning rate on the free copy.
-
-    Returns:
-        The permutation with the least midpoint loss over the loader among weight matching's and those after each epoch
-        (so it is never worse than weight matching's there). ``sweeps`` counts the sweeps of all projections.
+    The method of Ainsworth et al. 2023, section 3.3: ``epochs`` passes of Adam on the free copy, over batches
+    ``(inputs, targets)`` with a differentiable mean loss, with batch statistics where there is batch normalization. Of
+    weight matching's permutation and those after each epoch the one with the least loss of the midpoint (with
+    re-estimated statistics) is taken, so it is never worse than weight matching's. ``sweeps`` counts all projections'.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.

@@ -61,9 +61,8 @@ def validation_loader(trainer: Trainer) -> DataLoader[Any] | None:
 def is_tested_on(loader: DataLoader[Any], trainer: Trainer) -> bool:
     """Whether a loader shows samples of the in-distribution test data, as far as these are known before the test.
 
-    A data module that has not been set up for tests yet is asked through a copy, so that it stays as it is, and for
-    the test set alone, not for the sets of its OOD or shift evaluation. One that cannot be set up (its test data are
-    not there, say) has none before its test.
+    A data module that has not been set up for tests yet is asked through a copy, and for the test set alone, not for
+    those of its OOD or shift evaluation. One that cannot be set up has none before its test.
     """
     found: Any = trainer.test_dataloaders
     datamodule = trainer.datamodule  # type: ignore[attr-defined]

@@ -369,10 +369,8 @@ class FitLaplace(Callback):
                 except (ValueError, TypeError) as error:
                     if self.likelihood is not None or likelihood != "classification":
                         raise
-                    raise type(error)(
-                        f"{error} ({type(pl_module).__name__} has no `loss` that says so, and is taken for a "
-                        "classification. Say FitLaplace(likelihood='regression'), 'binary' or another)"
-                    ) from error
+                    guess = f"{type(pl_module).__name__} has no `loss` that says so, and is taken for a classification"
+                    raise type(error)(f"{error} ({guess}: FitLaplace(likelihood='regression') says else)") from error
 
     def _finish(self, trainer: Trainer) -> None:
         """Log and save what was found."""

@@ -47,11 +47,10 @@ def plain_training_loader(
         trainer: whose loader, or whose data module's loader, is taken.
         pl_module: the LightningModule of the run.
         given: a loader or data set to use instead.
-        batch_size: batch size of the new loader; by default that of the loader it comes from, 128 for a data set.
+        batch_size: None for that of the loader it comes from, 128 for a data set.
 
     Raises:
-        ValueError: data that are augmented (they read differently from time to time), or of which no plain loader can
-            be made.
+        ValueError: data that are augmented (they read differently from time to time), or without a known order.
     """
     source: Any = _own_loader(trainer, pl_module) if given is None else given
     if not isinstance(source, (DataLoader, Dataset)):

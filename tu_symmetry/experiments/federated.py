@@ -137,7 +137,7 @@ def report(out: Path, recipe: str, merging: Path) -> Outcome:
 def draw_lines(path: Path, steps: Found) -> None:
     """Losses along the lines between networks, for each step towards the merged one."""
     lines = {
-        STEPS[step]: [LossBarrier(one["barrier"], one["ratios"], one["losses"], []) for one in ones]
+        STEPS[step]: [LossBarrier(one["barrier"], one["ratios"], one["losses"]) for one in ones]
         for step, ones in steps.items()
     }
     with plots.figure(path, 1, width=4.6, height=3.4) as axes:

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional as F
 from torch.nn.utils.parametrize import ParametrizationList
-from torch.overrides import TorchFunctionMode
 
 from tu_symmetry.laplace.attention import AttentionProjection, attention_forward, attention_projections
 from tu_symmetry.laplace.inputs import arguments
@@ -79,38 +77,6 @@ class Watch:
         self.on_gradient = None
 
 
-class _FasterBackward(TorchFunctionMode):
-    """Batch normalization by running statistics as the scale and shift that it is.
-
-    The function itself sums up gradients of its affine parameters in every backward pass, asked for or not, which takes
-    three times as long as the gradient of its input.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return (_scaled_and_shifted if func is F.batch_norm else func)(*args, **kwargs or {})
-
-
-def _scaled_and_shifted(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training or running_mean is None or running_var is None or input.dtype != running_mean.dtype:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    scale = (running_var + eps).rsqrt()
-    scale = scale if weight is None else scale * weight
-    shift = -running_mean * scale if bias is None else bias - running_mean * scale
-    shape = (1, -1, *[1] * (input.ndim - 2))
-    return torch.addcmul(shift.view(shape), input, scale.view(shape))
-
-
 @contextmanager
 def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterator[Callable[[Any, int], Tensor]]:
     """Hooks on the layers of a model in evaluation mode; yields the forward pass (inputs, batch size) -> outputs."""
@@ -124,7 +90,7 @@ def watching(model: nn.Module, layers: Sequence[Layer], watch: Watch) -> Iterato
         watch.seen.clear()
         watch.running = True
         try:
-            with torch.enable_grad(), _FasterBackward():
+            with torch.enable_grad():
                 args, kwargs = arguments(inputs)
                 outputs = functional_call(model, weights, args, kwargs)
         finally:

@@ -27,9 +27,6 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and noise.
 
     Its evidence is that at the linearization point: laplace-torch has no ``theta*``.
-
-    Raises:
-        ValueError: a posterior that it cannot hold; the message says what stands in the way.
     """
     from laplace.baselaplace import KronLaplace
     from laplace.utils.matrix import Kron, KronDecomposed
@@ -86,11 +83,7 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
 
 
 def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> FittedLaplace:
-    """A fitted ``KronLaplace`` as an approximation of the same network, precisions and noise.
-
-    Raises:
-        ValueError: something else than a fitted KronLaplace, or options without counterpart here.
-    """
+    """A fitted ``KronLaplace`` as an approximation of the same network, precisions and noise."""
     eigenvalues = getattr(getattr(other, "H", None), "eigenvalues", None)
     if type(other).__name__ != "KronLaplace" or eigenvalues is None:
         raise ValueError(

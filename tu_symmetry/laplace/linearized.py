@@ -396,8 +396,7 @@ class LinearizedLaplace:
         """Choose precisions (and a regression's noise variance) by the evidence.
 
         At ``map`` no data are read, and the optimum is exact. At ``tangent_mode`` weights and precisions minimize the
-        negative log evidence less the log hyperprior together (:mod:`tu_symmetry.laplace.joint.search`); of several
-        groups there can be several stationary points.
+        negative log evidence less the log hyperprior together; of several groups there can be several optima.
 
         Args:
             train_loader: None for the loader of :meth:`fit`.
@@ -642,8 +641,6 @@ class LinearizedLaplace:
     def _training_data(self, loader: Iterable[Any] | None) -> Iterable[Any]:
         loader = self.train_loader if loader is None else loader
         if loader is None:
-            raise ValueError(
-                "evaluate_at='tangent_mode' reads the training data again; pass train_loader=... after loading a file"
-            )
+            raise ValueError("at 'tangent_mode' the training data are read again; pass train_loader= after a load")
         self.fitted.require_weights()
         return loader

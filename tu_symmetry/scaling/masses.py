@@ -19,15 +19,12 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]
 Array = npt.NDArray[np.float64]
 _PIECE = 65536  # entries
-_SQUARED = 1e140  # entries whose squares, and sums of them, float64 holds with room to spare
 
 
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
@@ -102,9 +99,6 @@ class MassTables:
     """Tables of squared weights; :meth:`at` gives value, gradient and curvature of the mass at log-factors (float64).
 
     There are ``count`` factors: of all scale groups and, with ``normalizations``, of all normalization groups.
-
-    Raises:
-        SymmetryError: double-precision weights whose squares float64 does not hold.
     """
 
     def __init__(
@@ -120,7 +114,6 @@ class MassTables:
         self.fixed = 0.0  # mass of the tensors that no factor touches
         self.tables: list[Table] = []
         counted = counted_parameters(graph, parameters)
-        largest: dict[str, float] = {}
         for name in graph.shapes:
             if name not in counted or not (state[name].is_floating_point() or state[name].is_complex()):
                 continue
@@ -129,15 +122,12 @@ class MassTables:
             tensor = state[name].detach().cpu()
             if tensor.is_complex():
                 tensor = tensor.abs()
-            if tensor.dtype == torch.float64:
-                largest[name] = largest_entry(tensor)
             spread = {a for _, index in terms for a, n in enumerate(index.shape) if n > 1}
             square = _squares(tensor, [a for a in range(tensor.ndim) if a not in spread])
             if not terms:
                 self.fixed += float(square)
             else:
                 self.tables.append(Table.of(square, terms))
-        _require_squares(largest)
 
     @cached_property
     def layout(self) -> Layout:
@@ -257,22 +247,6 @@ def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Ten
             added = torch.full((len(index),), copies, dtype=torch.float64, device="cpu")
             (filters if matrix else entries).index_add_(0, index, added)
     return torch.where(filters > 0, filters, entries)[:-1]
-
-
-def _require_squares(largest: Mapping[str, float]) -> None:
-    """Refuse double-precision tensors, with their largest entries, whose squares float64 does not hold.
-
-    Tensors so small that their squares are zero count as zero beside tensors of ordinary size: dead biases that weight
-    decay has shrunk for long enough are of this kind.
-    """
-    top = max(largest.values(), default=0.0)
-    for name, size in largest.items():
-        lost = 0 < size < 1 / _SQUARED and not 1 / _SQUARED < top < _SQUARED**0.5
-        if size > _SQUARED or lost:
-            raise SymmetryError(
-                f"the largest entry of {name!r} is {size:.1e}: such squares leave the range of float64. Weights of "
-                "this size come from a diverged run or a damaged file; multiply them by one number to measure them"
-            )
 
 
 def _held(index: Tensor, count: int) -> Tensor | None:

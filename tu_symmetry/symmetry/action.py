@@ -49,12 +49,30 @@ def permute_tensors(
 
 def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
     """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor."""
-    moved: dict[tuple[int, str], Tensor] = {}
     for name, steps in _steps(graph, permutation, tensors).items():
-        key = (id(tensors[name]), steps[0][0].parameter)
-        if key not in moved:
-            moved[key] = _stepped(tensors[name], steps)
-        tensors[name] = moved[key]
+        tensors[name] = _stepped(tensors[name], steps)
+
+
+def permute_tensors_(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """As :func:`permute_tensors`, in place and piece by piece; names that hold the same tensor object move once."""
+    once = {id(tensors[name]): (tensors[name], steps) for name, steps in _steps(graph, permutation, tensors).items()}
+    for tensor, steps in once.values():
+        for member, p, ndim in steps:
+            held = {tensor.ndim - ndim + k for k in (member.axis, member.within_axis) if k is not None}
+            for piece, _ in _pieces(tensor, min(set(range(tensor.ndim)) - held, default=None)):
+                piece.copy_(permute_axis(piece, member, p, ndim))
+
+
+_PIECE = 2**22  # entries
+
+
+def _pieces(tensor: Tensor, axis: int | None) -> Iterator[tuple[Tensor, slice]]:
+    """Views of a tensor, cut along an axis, of few enough entries that working on one takes little memory."""
+    length = 1 if axis is None else tensor.shape[axis]
+    step = max(1, min(length, _PIECE * length // max(tensor.numel(), 1)))
+    for start in range(0, length, step):
+        rows = slice(start, min(start + step, length))
+        yield tensor if axis is None else tensor.narrow(axis, start, rows.stop - start), rows
 
 
 class Permuted(Mapping[str, Tensor]):
@@ -174,22 +192,23 @@ def scale_tensors(
     ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
     """
     scaled = as_given(tensors, tensors)
-    scale_entries(graph, log_scale, scaled, power=power)
+    for parameter, logs in _log_factors(graph, log_scale, power):
+        for name in graph.aliases[parameter]:
+            if name in scaled:
+                if power == 1.0:
+                    _require_range(scaled[name], logs, name)
+                scaled[name] = scaled[name].clone()
+                _multiply_(scaled[name], logs)
     return scaled
 
 
-def scale_entries(graph: Symmetries, log_scale: LogScale, tensors: dict[str, Tensor], *, power: float = 1.0) -> None:
-    """As :func:`scale_tensors`, but in the dictionary itself, as :func:`permute_entries`."""
-    for parameter, logs in _log_factors(graph, log_scale, power):
-        scaled: dict[int, Tensor] = {}
-        for name in graph.aliases[parameter]:
-            if name in tensors:
-                key = id(tensors[name])
-                if key not in scaled:
-                    if power == 1.0:
-                        _require_range(tensors[name], logs, name)
-                    scaled[key] = _multiplied(tensors[name], logs)
-                tensors[name] = scaled[key]
+def scale_tensors_(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
+    """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once."""
+    require_range(graph, log_scale, tensors)
+    for parameter, logs in _log_factors(graph, log_scale, 1.0):
+        held = (tensors[name] for name in graph.aliases[parameter] if name in tensors)
+        for tensor in {id(tensor): tensor for tensor in held}.values():
+            _multiply_(tensor, logs)
 
 
 def require_range(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
@@ -227,23 +246,26 @@ _DOUBLE = 600.0  # the same for double precision
 _LOST, _LOST_SUBNORMAL = 0.01, 0.5  # share of a tensor's norm that rounding below the normal range may take
 
 
-def _multiplied(tensor: Tensor, logs: Sequence[Tensor]) -> Tensor:
-    """``tensor * exp(sum(logs))``, rounded once.
+def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
+    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece.
 
     Factors that double precision does not hold become a product of several: 1e-200 exp(800) is 1e147, though exp(800)
     overflows. The products on the way lie between the weight and the result.
     """
+    ndim = max(log.ndim for log in logs)
     furthest = sum(float(log.abs().max()) for log in logs if log.numel())
     precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)
     times = max(1, math.ceil(furthest / _DOUBLE))
-    factor = torch.ones((), dtype=torch.float64, device="cpu")
-    for log in logs:  # a product over axes takes few exponentials
-        factor = factor * torch.exp(log / times)
-    factor = factor.to(tensor.device, precision)
-    product = tensor * factor
-    for _ in range(times - 1):
-        product = product * factor
-    return product.to(tensor.dtype)
+    for piece, rows in _pieces(tensor, tensor.ndim - ndim if ndim else None):
+        factor = torch.ones((), dtype=torch.float64, device="cpu")
+        for log in logs:  # a product over axes takes few exponentials
+            own = log[rows] if log.ndim == ndim > 0 and log.shape[0] > 1 else log
+            factor = factor * torch.exp(own / times)
+        factor = factor.to(piece.device, precision)
+        product = piece * factor
+        for _ in range(times - 1):
+            product *= factor
+        piece.copy_(product)
 
 
 def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
@@ -258,8 +280,9 @@ def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
     ):
         return
     sizes = tensor.detach().abs()
-    wide = _multiplied(sizes.to(torch.float64), logs)
-    finite = torch.isfinite(sizes)
+    wide = sizes.to(torch.float64, copy=True)
+    finite = torch.isfinite(wide)
+    _multiply_(wide, logs)
     rounded = wide.to(sizes.dtype).double()
     norm = float(torch.where(finite, wide, 0.0).max())  # in units of the largest, whose square may leave the range
     became = f"its largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave"

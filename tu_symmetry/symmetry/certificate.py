@@ -6,15 +6,13 @@ transformed: the change of the outputs, beside the change that the rounding of t
 
 from __future__ import annotations
 
-import itertools
 import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.running.comparison import Difference, Reference
@@ -28,15 +26,17 @@ MOST_OF_EPSILON = 1e-3
 _MODERATE = 0.05  # of the outputs' norm: more than that is another function, whatever the reason
 _OBVIOUS = 1e-12  # a relative change of every output entry that needs no explanation
 _ONE_AT_A_TIME = threading.Lock()  # a run puts its weights into the graph's one module, also in threads of an alignment
-_NO_NETWORK = "the symmetry graph holds no network to run (it was unpickled or built by hand)"
-_PASS_ONE = "certify(graph, before, after, model=model, example_inputs=x) measures the change of outputs"
+_NO_NETWORK = (
+    "the symmetry graph holds no network to run (it was unpickled or built by hand): "
+    "verify_symmetries(graph, model, example_inputs) gives it one"
+)
 
 
 @dataclass(frozen=True)
 class Certificate:
     """The change of a network's outputs from one state to another, and what rounding explains of it.
 
-    Both numbers are of the output entry, over all samples, that fares worst, relative to that entry's own scale: its
+    Both numbers are of the output entry that fares worst, relative to that entry's own scale: its
     magnitude, or what it changes by when the weights change by their own size.
 
     Attributes:
@@ -44,15 +44,13 @@ class Certificate:
         allowed: relative change that is explained by the rounding of the weights and of the computation, or by the
             epsilon of a normalization (at most 1e-3).
         dtype: the lowest precision among the weights that were rounded; float64 where weights only changed places.
-        outputs: number of output entries that were compared, over all samples.
-        samples: number of pairs of states that were compared: one, or those of a stack.
+        outputs: number of output entries that were compared.
     """
 
     change: float
     allowed: float
     dtype: torch.dtype
     outputs: int
-    samples: int = 1
 
     @property
     def holds(self) -> bool:
@@ -64,66 +62,42 @@ class Certificate:
         return f"rounding ({str(self.dtype).removeprefix('torch.')}) explains {self.allowed:.1e}"
 
     def __str__(self) -> str:
-        of = f" in {'each' if self.holds else 'the worst'} of {self.samples} samples" if self.samples > 1 else ""
         entries = f"{self.outputs} output entr{'y' if self.outputs == 1 else 'ies'}"
         if self.change == 0:
-            return f"outputs are the same{of} ({entries})"
+            return f"outputs are the same ({entries})"
         verb = "outputs are the same" if self.holds else "OUTPUTS CHANGED"
-        return f"{verb}{of}: relative change {self.change:.1e}, {self._explains} ({entries})"
+        return f"{verb}: relative change {self.change:.1e}, {self._explains} ({entries})"
 
 
-def certify(
-    graph: Symmetries,
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    *,
-    example_inputs: Tensor | tuple[Any, ...] | None = None,
-    example_kwargs: Mapping[str, Any] | None = None,
-    model: nn.Module | None = None,
-) -> Certificate:
+def certify(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Certificate:
     """Measure how much the outputs of a network change between two states that should compute the same function.
 
-    The network runs in float64, in evaluation mode, with constants for noise. What rounding explains is measured too: a
-    tensor whose entries only changed places was not rounded, every other one is perturbed by the rounding of its own
-    dtype, a few times.
+    The network and the inputs are those of the graph's ``probe`` (with noise in place of constant inputs, on which a
+    network shows little). It runs in float64, in evaluation mode, with constants for noise. What rounding explains is
+    measured too: a tensor whose entries only changed places was not rounded, every other one is perturbed by the
+    rounding of its own dtype, a few times.
 
-    Args:
-        graph: the architecture's symmetry graph; its ``probe`` is the network.
-        before: state dict, or a stack of states with leading sample axes.
-        after: the transformed one, of the same shape.
-        example_inputs: an input tensor, or the tuple of positional arguments of ``forward``; those of discovery where
-            left out (with noise in place of constant inputs, on which a network shows little).
-        example_kwargs: keyword arguments of ``forward``; looked at only with ``example_inputs``.
-        model: the module, where the graph has lost its probe (by pickling); only its structure is used.
-
-    Returns:
-        The certificate of the sample that fares worst.
+    Raises:
+        SymmetryError: if the graph has lost its probe (by pickling), or a state is not of this architecture.
     """
-    probe = graph.probe
-    if model is not None:
-        if example_inputs is None:
-            raise SymmetryError("certify was given a model without example inputs: pass example_inputs=... too")
-        probe = Probe.of(model, example_inputs, example_kwargs)
-    elif probe is None:
-        raise SymmetryError(f"{_NO_NETWORK}: pass the module and inputs; {_PASS_ONE}")
-    elif example_inputs is not None:
-        probe = probe.given(example_inputs, example_kwargs)
-    leading = graph.check_state(before, finite=False, name="the state before")
-    if graph.check_state(after, finite=False, name="the state after") != leading:
-        raise SymmetryError("the states before and after have different numbers of sample axes")
-    first = next(iter(before.values()), torch.zeros((), device="cpu"))
-    shape = first.shape[:leading]
-    if any(t.shape[:leading] != shape for state in (before, after) for t in state.values()):
-        raise SymmetryError("the tensors of the two states have different numbers of samples")
-    if 0 in shape:
-        raise SymmetryError("the states hold no samples, so there is nothing to certify")
+    if graph.probe is None:
+        raise SymmetryError(_NO_NETWORK)
+    for state, name in ((before, "the state before"), (after, "the state after")):
+        if graph.check_state(state, finite=False, name=name):
+            raise SymmetryError(f"{name} is a stack of states; certify them one by one")
+    rounding: dict[str, float] = {}
+    dtype = torch.float64
+    for name, old in before.items():
+        new = after[name]
+        if not is_continuous(old) or _same_entries(old, new):
+            continue
+        for kind in (old.dtype, new.dtype):
+            rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
+            real = torch.zeros((), dtype=kind, device="cpu").real.dtype if kind.is_complex else kind
+            dtype = max(dtype, real, key=lambda d: torch.finfo(d).eps)
     inexact = any(not g.exact for g in (*graph.scales, *graph.normalizations))
-    found = [
-        _one(probe, _at(place, before), _at(place, after), inexact) for place in itertools.product(*map(range, shape))
-    ]
-    worst = max(found, key=lambda f: (not f[0].holds, f[0].change / max(f[0].allowed, 1e-300)))[0]
-    dtype = max((dtype for _, dtype in found), key=lambda d: torch.finfo(d).eps)
-    return Certificate(worst.change, worst.allowed, dtype, sum(f.outputs for f, _ in found), len(found))
+    found = _difference(graph.probe, before, after, rounding, inexact=inexact)
+    return Certificate(found.change, found.allowed, dtype, found.outputs)
 
 
 def require_certificate(certificate: Certificate, name: str) -> Certificate:
@@ -139,24 +113,15 @@ def require_certificate(certificate: Certificate, name: str) -> Certificate:
     return certificate
 
 
-def _at(place: tuple[int, ...], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t[place] if place else t for n, t in state.items()}  # a sparse tensor has no index of no numbers
-
-
-def _one(
-    probe: Probe, before: dict[str, Tensor], after: dict[str, Tensor], inexact: bool
-) -> tuple[Difference, torch.dtype]:
-    """Compare two states; the dtype is the lowest precision to which a tensor was rounded between them."""
-    rounding: dict[str, float] = {}
-    dtype = torch.float64
-    for name, old in before.items():
-        new = after[name]
-        if not is_continuous(old) or _same_entries(old, new):
-            continue
-        for kind in (old.dtype, new.dtype):
-            rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
-            real = torch.zeros((), dtype=kind, device="cpu").real.dtype if kind.is_complex else kind
-            dtype = max(dtype, real, key=lambda d: torch.finfo(d).eps)
+def _difference(
+    probe: Probe,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    rounding: Mapping[str, float],
+    *,
+    inexact: bool,
+) -> Difference:
+    """Compare the outputs of two states, of which tensors were rounded as told, by noise of the same size."""
     outputs, moved = probe.run(before), probe.run(after)
     explained: list[Tensor] | None = None
     if inexact and rounding:
@@ -174,7 +139,7 @@ def _one(
         found = reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
         if found.holds or found.change == float("inf"):
             break
-    return found, dtype
+    return found
 
 
 def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
@@ -245,7 +210,7 @@ def measured(
     if not wanted:
         return None, "certify=False was passed"
     if graph.probe is None:
-        return None, f"{_NO_NETWORK}; {_PASS_ONE}"
+        return None, _NO_NETWORK
     try:
         with _ONE_AT_A_TIME:
             found = None if rounded else _by_outputs(graph.probe, before, after, of_norm=False)

@@ -17,9 +17,9 @@ class SymmetryGraph(Symmetries):
 
     A graph keeps no weights. Its ``probe`` is a copy of the module without values and the example inputs in float64, so
     that a graph verifies itself before it first transforms weights, and certifies every transformation. Copies share
-    the probe; pickling and ``torch.save`` leave it out, since a module may be of any class. Without it,
-    ``verify_symmetries(graph, model, example_inputs)`` and ``certify(..., model=model, example_inputs=...)`` take the
-    module from the caller. Attributes and the methods that change groups are those of :class:`~.symmetries.Symmetries`.
+    the probe; pickling and ``torch.save`` leave it out, since a module may be of any class, and
+    ``verify_symmetries(graph, model, example_inputs)`` gives the graph one. Attributes and the methods that change
+    groups are those of :class:`~.symmetries.Symmetries`.
     """
 
     def require_verified(self) -> None:

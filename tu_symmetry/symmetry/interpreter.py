@@ -83,11 +83,11 @@ class _Interpreter:
         self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
     ) -> None:
         self.ledger, self.module, self.reading, self.following = ledger, module, reading, following
-        self.env: dict[Node, Any] = {}
-        self.root: dict[Node, Node] = {}
+        self.env: dict[Node, Any] = {}  # what stands for a node: values, a Parameter, a constant tensor, or a number
+        self.root: dict[Node, Node] = {}  # for a view the node whose memory it shares
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
         self.compares = any(map(finds_positions, module.graph.nodes))
-        self.zero: set[Node] = set()
+        self.zero: set[Node] = set()  # the nodes that rules are told about by these names
         self.statistic: set[Node] = set()
         self.sole: set[Node] = set()
         self.distinct = Distinct()
@@ -168,7 +168,9 @@ class _Interpreter:
         traits = nodes.traits_of(node)
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
         if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in read])):
-            self.env[node] = held = self._evaluate(node)
+            arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
+            with torch.no_grad():
+                self.env[node] = held = target(*arguments, **options)
             self._alias(node)
             if isinstance(held, Tensor) and held.layout == torch.strided and held.numel() and not held.is_meta:
                 self.zero |= set() if held.any() else {node}
@@ -177,9 +179,28 @@ class _Interpreter:
         bound = _each(given, self._known)
         self._note(node, traits)
         for axis in (axis for name, axis in self.following.cuts if name == node.name):
-            self._cut_by_sizes(self._value(self.env[node.all_input_nodes[0]]), axis)
+            whole = self._value(self.env[node.all_input_nodes[0]])  # nothing is known of where other inputs cut
+            self.ledger.pin_label(whole.labels[axis], FOLLOWS, axis)
+            self.ledger.alike_along(whole, axis)
         points = self._points(rule_name_of(target), bound)
-        call = self._described(node, given, bound)
+        pairs = list(_tensors(given, bound))
+        alone = {n for n in self.sole if len(n.users) == 1}
+        zeros, sole, statistics = (
+            frozenset(id(v) for n, v in pairs if n in marked) for marked in (self.zero, alone, self.statistic)
+        )
+        call = Call(
+            self.ledger,
+            rule_name_of(target),
+            bound,
+            shapes_of(node),
+            used=nodes.outputs_read(node),
+            constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
+            dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
+            zeros=zeros,
+            apart={id(v): self.distinct.units(n) for n, v in pairs} if self.compares else {},
+            sole=sole,
+            statistics=statistics,
+        )
         # a parameter that comes twice is no longer free to be nested as one of its places asks
         parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
         self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
@@ -205,27 +226,6 @@ class _Interpreter:
         for value in values:
             self.ledger.observe(value)
         self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
-
-    def _described(self, node: Node, given: dict[str, Any], bound: dict[str, Any]) -> Call:
-        """What a rule is told of a call, ``given`` as it stands in the graph, and ``bound`` with values for tensors."""
-        pairs = list(_tensors(given, bound))
-
-        def ids(marked: set[Node]) -> frozenset[int]:
-            return frozenset(id(v) for n, v in pairs if n in marked)
-
-        return Call(
-            self.ledger,
-            rule_name_of(node.target),
-            bound,
-            shapes_of(node),
-            used=nodes.outputs_read(node),
-            constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
-            dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
-            zeros=ids(self.zero),
-            apart={id(v): self.distinct.units(n) for n, v in pairs} if self.compares else {},
-            sole=ids({n for n in self.sole if len(n.users) == 1}),
-            statistics=ids(self.statistic),
-        )
 
     def _piece(self, node: Node) -> None:
         """One of the outputs of an operator."""
@@ -270,12 +270,6 @@ class _Interpreter:
         """Results of a graph within the graph."""
         return _Interpreter(self.ledger, module, self.reading).run(inputs)
 
-    def _evaluate(self, node: Node) -> Any:
-        """Compute a node that depends on constants only."""
-        arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
-        with torch.no_grad():
-            return node.target(*arguments, **options)  # type: ignore[operator]
-
     # -- what is known of tensors beside their labels -----------------------------------------------------------
 
     def _note(self, node: Node, traits: frozenset[str]) -> None:
@@ -292,11 +286,6 @@ class _Interpreter:
             held = self.env[n]
             if isinstance(held, Parameter) and held.trained:
                 self.distinct.source(n, self._value(held), held.name)
-
-    def _cut_by_sizes(self, value: Value, axis: int) -> None:
-        """Nothing is known of where other inputs cut: units are pinned, and factors along the axis are equal."""
-        self.ledger.pin_label(value.labels[axis], FOLLOWS, axis)
-        self.ledger.alike_along(value, axis)
 
     def _read(self, node: Node) -> None:
         for n in node.all_input_nodes:

@@ -126,24 +126,20 @@ def _others(size: int) -> tuple[tuple[int, ...], ...]:
 
 def held_constants(module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> dict[torch.fx.Node, Any]:
     """The nodes of a pass, with the tensors that those hold which depend on constants only (None for all others)."""
-    held: dict[torch.fx.Node, Any] = {}
-    remaining = iter(inputs)
+    held: dict[torch.fx.Node, Any] = dict.fromkeys(module.graph.nodes)
+    placeholders = (node for node in module.graph.nodes if node.op == "placeholder")
+    held |= {n: given for n, given in zip(placeholders, inputs, strict=False) if isinstance(given, Tensor)}
     for node in module.graph.nodes:
-        held[node] = None
-        if node.op == "placeholder":
-            given = next(remaining)
-            held[node] = given if isinstance(given, Tensor) else None
-        elif node.op == "get_attr":
+        if node.op == "get_attr":
             held[node] = getattr(module, str(node.target), None)
         elif node.target is operator.getitem and held[node.args[0]] is not None:
             held[node] = held[node.args[0]][node.args[1]]
         elif isinstance(node.target, torch._ops.OpOverload):
-            tags, schema = node.target.tags, node.target._schema
             known = all(held[n] is not None for n in node.all_input_nodes)
-            writes = schema.is_mutable and node.target is not torch.ops.aten.detach_.default
-            if known and not writes and torch.Tag.nondeterministic_seeded not in tags:
+            draws = torch.Tag.nondeterministic_seeded in node.target.tags
+            if node.target._schema.is_mutable and node.target is not torch.ops.aten.detach_.default:
+                held |= dict.fromkeys(node.all_input_nodes)
+            elif known and not draws:
                 arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), held.__getitem__)
                 held[node] = node.target(*arguments, **options)
-            elif writes:
-                held |= dict.fromkeys(node.all_input_nodes)
     return held

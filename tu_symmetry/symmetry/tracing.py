@@ -44,28 +44,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Trace:
-    """A forward pass as a graph of operators.
-
-    Attributes:
-        module: the graph, with the constants that it holds.
-        inputs: what stands for each placeholder, in order: a :class:`Parameter`, a pinned value for an input of the
-            network, a tensor for a constant, or a plain number.
-        branch: where the pass branched on values of tensors, or None. The graph then holds for the inputs that take
-            the same way as the example.
-        constants: the integer and boolean tensors of the state dict that the pass reads by value (indices, attention
-            masks): what is found holds for these values.
-        example: number of the example inputs among several.
-        following: what of the pass follows the sizes of its inputs.
-        flags: the flags that it turns against their defaults, as they are typed.
-    """
+    """A forward pass as a graph of operators."""
 
     module: torch.fx.GraphModule
-    inputs: tuple[Any, ...]
-    branch: str | None = None
-    constants: dict[str, Tensor] = field(default_factory=dict)
-    example: int = 0
-    following: Following = NOTHING
-    flags: str = ""
+    inputs: tuple[Any, ...]  # for each placeholder a Parameter, a pinned value, a constant tensor, or a plain number
+    branch: str | None = None  # where it branched on values: it holds for inputs that take the same way
+    constants: dict[str, Tensor] = field(default_factory=dict)  # integers of the state dict that are read by value
+    example: int = 0  # number of the example inputs among several
+    following: Following = NOTHING  # what of the pass follows the sizes of its inputs
+    flags: str = ""  # the flags that it turns against their defaults, as they are typed
 
     @property
     def positions(self) -> bool:
@@ -92,12 +79,7 @@ def _quiet() -> Iterator[None]:
 
 
 def trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    record: bool = False,
-    training: bool = False,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, record: bool = False, training: bool = False
 ) -> Trace:
     """Trace a copy of the model, in training or evaluation mode.
 
@@ -170,13 +152,7 @@ def with_other_sizes(
 
 
 def _recorded_instead(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    error: Exception,
-    *,
-    record: bool,
-    batched: bool,
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception, *, record: bool, batched: bool
 ) -> Trace:
     """The way that the example inputs take, where export fails: if it is the only one, or is asked for."""
     place = _place(error)

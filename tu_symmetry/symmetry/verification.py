@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
-from tu_symmetry.symmetry.action import permute_entries, permute_tensors, scale_entries, scale_tensors
+from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.running.comparison import Difference, Reference
 from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
@@ -228,8 +228,8 @@ def _try(
     for plan in plans:
         element = _draw(groups, plan, generator)
         permutation, log_scale = _split(element)
-        permute_entries(graph, permutation, base.state)
-        scale_entries(graph, log_scale, base.state)
+        permute_tensors_(graph, permutation, base.state)
+        scale_tensors_(graph, log_scale, base.state)
         if base.keeps_its_outputs():
             continue
         failed = _bisect(graph, base.again(), element)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -45,6 +46,16 @@ def uniform(shape: Sequence[int], fill: float | None = None) -> Value:
 def noise(ledger: Ledger, shape: Sequence[int]) -> Value:
     """Random numbers with independent entries: units of their own on each axis, as a parameter has them."""
     return of_positions(shape, ledger.fresh_units)
+
+
+def arranged(value: Value, axes: Sequence[int], move: Callable[[Array], Array]) -> Value:
+    """A tensor whose axes are some of the old ones, with labels and scales that are moved as it is."""
+    return Value(
+        tuple(value.shape[k] for k in axes),
+        tuple(tuple(move(c) for c in value.labels[k]) for k in axes),
+        tuple(value.reasons[k] for k in axes),
+        tuple((c, move(v)) for c, v in value.scale),
+    )
 
 
 def pin_axis(ledger: Ledger, value: Value, axis: int, reason: str) -> Value:
@@ -106,25 +117,17 @@ def drop(ledger: Ledger, value: Value, axes: int | Iterable[int], *, keep: bool 
         value = ledger.alike_along(unnest(ledger, value, axis), axis)
         if keep:
             value = replace(value.with_axis(axis, size=1, label=()), parameter=None)
-            continue
-        value = Value(
-            value.shape[:axis] + value.shape[axis + 1 :],
-            tuple(tuple(c.squeeze(axis) for c in lab) for k, lab in enumerate(value.labels) if k != axis),
-            value.reasons[:axis] + value.reasons[axis + 1 :],
-            tuple((c, v.squeeze(axis)) for c, v in value.scale),
-        )
+        else:
+            value = arranged(value, [k for k in range(value.ndim) if k != axis], partial(np.squeeze, axis=axis))
     return value
 
 
 def channel(ledger: Ledger, value: Value, axis: int) -> Value:
     """One axis alone, as a tensor that has no other; its label and scale are made independent of the others."""
-    label = value.labels[axis]
     others = [k for k in range(value.ndim) if k != axis]
     for other in others:
-        label = tuple(independent(ledger, c, other) for c in label)
-    scale = ledger.alike_along(value, *others).scale
-    terms = tuple((c, v.reshape(-1)) for c, v in scale)
-    return Value((value.shape[axis],), (tuple(c.reshape(-1) for c in label),), (value.reasons[axis],), terms)
+        value = value.with_axis(axis, label=tuple(independent(ledger, c, other) for c in value.labels[axis]))
+    return arranged(ledger.alike_along(value, *others), [axis], lambda a: a.reshape(-1))
 
 
 def single(ledger: Ledger, value: Value) -> Array:
@@ -140,12 +143,7 @@ def single(ledger: Ledger, value: Value) -> Array:
 
 def permute(value: Value, order: Sequence[int]) -> Value:
     """Reorder the axes."""
-    return Value(
-        tuple(value.shape[k] for k in order),
-        tuple(tuple(c.transpose(order) for c in value.labels[k]) for k in order),
-        tuple(value.reasons[k] for k in order),
-        tuple((c, v.transpose(order)) for c, v in value.scale),
-    )
+    return arranged(value, order, lambda a: a.transpose(order))
 
 
 def swap(value: Value, first: int, second: int) -> Value:
@@ -171,14 +169,9 @@ def take(ledger: Ledger, value: Value, axis: int, positions: Array | int) -> Val
         array = array.take(index, axis) if array.shape[axis] > 1 else array
         return array.squeeze(axis) if gone else array
 
-    kept = [k for k in range(value.ndim) if not (gone and k == axis)]
-    return Value(
-        tuple(len(index) if k == axis else value.shape[k] for k in kept),
-        tuple(() if k == axis and len(index) == 1 else tuple(pick(c) for c in value.labels[k]) for k in kept),
-        tuple(value.reasons[k] for k in kept),
-        tuple((c, pick(v)) for c, v in value.scale),
-        fill=value.fill,
-    )
+    found = arranged(value, [k for k in range(value.ndim) if not (gone and k == axis)], pick)
+    found = found if gone else found.with_axis(axis, size=len(index), label=() if len(index) == 1 else None)
+    return replace(found, fill=value.fill)
 
 
 def split(ledger: Ledger, value: Value, axis: int, sizes: Sequence[int] = ()) -> list[Value]:
@@ -222,19 +215,44 @@ def copies(ledger: Ledger, value: Value, axis: int, count: int, *, inner: bool) 
     return reshape(ledger, wide, value.with_axis(axis, size=count * value.shape[axis]).shape)
 
 
+def laid(value: Value, places: Sequence[int], ndim: int) -> Value:
+    """A tensor with more axes, of size one: the axes of the value stand at these places."""
+    order = sorted(range(value.ndim), key=places.__getitem__)
+
+    def move(array: Array) -> Array:
+        shape = [1] * ndim
+        for k in order:
+            shape[places[k]] = array.shape[k]
+        return array.transpose(order).reshape(shape)
+
+    found = arranged(value, range(value.ndim), move)
+    at = {place: k for k, place in enumerate(places)}
+    return replace(
+        found,
+        shape=tuple(found.shape[at[k]] if k in at else 1 for k in range(ndim)),
+        labels=tuple(found.labels[at[k]] if k in at else () for k in range(ndim)),
+        reasons=tuple(found.reasons[at[k]] if k in at else "" for k in range(ndim)),
+    )
+
+
 def pad_left(value: Value, ndim: int) -> Value:
     """Add axes of size one in front, as broadcasting does."""
-    extra = ndim - value.ndim
-    if extra <= 0:
-        return value
-    ones = (1,) * extra
-    return replace(
-        value,
-        shape=ones + value.shape,
-        labels=((),) * extra + tuple(tuple(c.reshape(ones + c.shape) for c in lab) for lab in value.labels),
-        reasons=("",) * extra + value.reasons,
-        scale=tuple((c, v.reshape(ones + v.shape)) for c, v in value.scale),
-    )
+    return laid(value, range(ndim - value.ndim, ndim), ndim) if ndim > value.ndim else value
+
+
+def together(ledger: Ledger, aligned: Sequence[Value], order: Sequence[int]) -> Value:
+    """Unify the labels of tensors that broadcast against each other, axis by axis in some order; without a scale."""
+    shape = np.broadcast_shapes(*(v.shape for v in aligned))
+    labels: list[Label] = [()] * len(shape)
+    reasons = [""] * len(shape)
+    for axis in order:
+        met = [v for v in aligned if v.shape[axis] != 1]
+        for value in met[:1]:
+            labels[axis], reasons[axis] = value.labels[axis], value.reasons[axis]
+        for value in met[1:]:
+            label = ledger.unify(labels[axis], value.labels[axis], reasons[axis], value.reasons[axis], axis, labels)
+            labels[axis], reasons[axis] = label, reasons[axis] or value.reasons[axis]
+    return Value(shape, tuple(labels), tuple(reasons))
 
 
 def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
@@ -316,20 +334,16 @@ def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int 
         return np.diagonal(np.broadcast_to(array, shape), 0, first, second)
 
     rest = [k for k in range(value.ndim) if k not in (first, second)]
-    labels = [tuple(tighten(along_diagonal(c)) for c in value.labels[k]) for k in rest]
+    found = arranged(value, rest, lambda a: tighten(along_diagonal(a)))
     label: Label = ()
     if size > 1:
-        sides = [
+        one, two = (
             tuple(along_diagonal(independent(ledger, c, other)) for c in value.labels[axis])
             for axis, other in ((first, second), (second, first))
-        ]
-        label = ledger.unify(*sides, value.reasons[first], value.reasons[second], len(rest), [*labels, ()])
-    return Value(
-        (*(value.shape[k] for k in rest), size),
-        (*labels, label),
-        (*(value.reasons[k] for k in rest), value.reasons[first] or value.reasons[second]),
-        tuple((c, tighten(along_diagonal(v))) for c, v in value.scale),
-    )
+        )
+        label = ledger.unify(one, two, value.reasons[first], value.reasons[second], len(rest), [*found.labels, ()])
+    reason = value.reasons[first] or value.reasons[second]
+    return Value((*found.shape, size), (*found.labels, label), (*found.reasons, reason), found.scale)
 
 
 def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:

@@ -136,7 +136,7 @@ def draw_interpolation(path: Path, found: Found) -> None:
             for when in ("before", "after"):
                 own = found[f"{source}/{when}"]
                 pairs = zip(own["barrier"], own["loss"], strict=True)
-                lines[f"{when} alignment"] = [LossBarrier(b, found["ratios"], losses, []) for b, losses in pairs]
+                lines[f"{when} alignment"] = [LossBarrier(b, found["ratios"], losses) for b, losses in pairs]
             plot.interpolation(lines, ylabel="training loss (nats)", title=title, ax=ax)
 
 

@@ -174,13 +174,14 @@ def difference_table(found: Found) -> Grid:
     groups = {"not turned": [a for a in angles if float(a) == 0], "turned": [a for a in angles if float(a) != 0]}
 
     def show(runs: Any, column: str, some: Sequence[str]) -> str:
+        if not some:
+            return "–"
         scale, digits = (1, 3) if column == "nll" else (100, 1)
         gaps = [
             scale * fmean(run["by_angle"][a][column] - own["by_angle"][a][column] for a in some)
             for run, own in zip(runs, rows[NETWORK], strict=True)
-            if some
         ]
-        return paper.cell(gaps, digits, sign="+") + paper.marks(runs) if gaps else "–"
+        return paper.cell(gaps, digits, sign="+") + paper.marks(runs)
 
     columns: dict[str, Any] = {
         f"{name}\n{title}": lambda runs, column=column, some=some: show(runs, column, some)

@@ -42,25 +42,15 @@ class BoundReachedWarning(UserWarning):
 
 @dataclass(frozen=True, eq=False)
 class DualStatistics:
-    """What a network, its inputs and the forms of the priors contribute, whatever the hyperparameters.
+    """What a network, its inputs and the forms of the priors contribute, whatever the hyperparameters."""
 
-    Attributes:
-        outputs: ``f``, all outputs in one vector ``[d]``.
-        linear: ``J theta~`` over the linearized weights, ``[d]``.
-        kernels: block to ``M`` ``[R, d, d]``.
-        seconds: block to ``sum_i t_i t_i^T`` ``[k, k]`` over the patterns ``t_i`` of its trained weights.
-    """
-
-    outputs: Tensor
-    linear: Tensor
-    kernels: dict[str, Tensor]
-    seconds: dict[str, Tensor]
+    outputs: Tensor  # f, all outputs in one vector [d]
+    linear: Tensor  # J theta~ over the linearized weights, [d]
+    kernels: dict[str, Tensor]  # block to M, [R, d, d]
+    seconds: dict[str, Tensor]  # block to sum_i t_i t_i^T [k, k] over the patterns t_i of its trained weights
 
     def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Prior variances ``[R, pairs]`` of ``f[second] - f[first]`` by a block, for unit coefficients.
-
-        Beside them the size of what cancels, of the same shape.
-        """
+        """Variances ``[R, pairs]`` of ``f[second] - f[first]`` for unit coefficients, and the size of what cancels."""
         kernels = self.kernels[name]
         diagonal = kernels.diagonal(dim1=1, dim2=2)
         variances = diagonal[:, first] + diagonal[:, second] - 2 * kernels[:, first, second]
@@ -138,9 +128,8 @@ class HyperpriorContext:
     kept: dict[Any, Any] = field(default_factory=dict)  # what it computes of the statistics alone, from call to call
 
 
+# negative log density (nats), differentiable in the coefficients (block to [R]) and in context.phi
 DualHyperprior = Callable[[dict[str, Tensor], HyperpriorContext], Tensor]
-"""Negative log density of the hyperparameters (nats, up to a constant), differentiable in the coefficients
-(block to ``[R]``) and in ``context.phi``."""
 
 
 class DualEvidence:
@@ -177,8 +166,8 @@ class DualEvidence:
         self.measurements, self.values = y, y.numel()
         self.names = (*(f"{p.name}.log_{h}" for p in priors for h in p.hyperparameters), NOISE)
         basis, self._rows = (None if t is None else t.to(f) for t in observation.reduced())
-        residual = y - self._observe(f, basis)
-        linear = y - self._observe(f - statistics.linear, basis)
+        residual = y - observation.forward(f)
+        linear = y - observation.forward(f - statistics.linear)
         self._residual_squares = float(residual.square().sum())
         self._target = linear if basis is None else basis.mT @ linear
         # what no output can explain, orthogonal to the range of A
@@ -199,12 +188,6 @@ class DualEvidence:
         other = copy.copy(self)
         other.evaluate_at, other.hyperprior, other._kept = evaluate_at, hyperprior, {}
         return other
-
-    def _observe(self, outputs: Tensor, basis: Tensor | None) -> Tensor:
-        if self._rows is None:
-            return outputs
-        seen = self._rows @ outputs
-        return seen if basis is None else basis @ seen
 
     def initial(self, noise_variance: float = 1.0) -> Tensor:
         """Where the blocks start, and a noise variance."""
@@ -332,20 +315,12 @@ def draw(covariance: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DualResult:
-    """What an optimizer of the evidence found.
+    """What an optimizer of the evidence found."""
 
-    Attributes:
-        phi: the best hyperparameters seen.
-        objective: negative log evidence there, less the hyperprior's log density (nats).
-        history: the objective at every evaluation.
-        converged: whether the optimizer stopped by itself (Adam: the last 10 % of its steps gained under 1e-3 nats;
-            L-BFGS-B, where rounding ends its line search: a start from there gains under 1e-6 nats).
-    """
-
-    phi: Tensor
-    objective: float
-    history: list[float] = field(repr=False)
-    converged: bool
+    phi: Tensor  # the best hyperparameters seen
+    objective: float  # negative log evidence there, less the hyperprior's log density (nats)
+    history: list[float] = field(repr=False)  # the objective at every evaluation
+    converged: bool  # L-BFGS-B stopped by itself, or the last 10 % of Adam's steps gained under 1e-3 nats
 
 
 def optimize(

@@ -58,10 +58,7 @@ def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotange
 class ObservedTangent:
     """``A J`` and its transpose for all inputs, matrix-free: what the sampling-based evidence works on.
 
-    Args:
-        tangent: the network.
-        batches: its inputs, batch after batch; outputs are those of all of them, one after the other.
-        observation: ``A``; None for the identity.
+    Outputs are those of all batches of inputs, one after the other.
     """
 
     def __init__(

@@ -39,17 +39,11 @@ DualPrior = Literal["per_layer", "single"]
 
 @dataclass(frozen=True, eq=False)
 class DualPredictive:
-    """A Gaussian over all outputs together.
+    """A Gaussian over all outputs together, without noise."""
 
-    Attributes:
-        mean: the network's outputs, in their shape.
-        covariance: covariance of the flattened outputs ``[d, d]``, float64, without noise.
-        noise_variance: variance of the measurements; that of the outputs only where they are measured themselves.
-    """
-
-    mean: Tensor
-    covariance: Tensor
-    noise_variance: float
+    mean: Tensor  # the network's outputs, in their shape
+    covariance: Tensor  # of the flattened outputs, [d, d], float64
+    noise_variance: float  # of the measurements
 
     @property
     def variance(self) -> Tensor:

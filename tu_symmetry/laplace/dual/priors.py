@@ -134,7 +134,7 @@ class KernelPrior(StructuredPrior):
     """A Gaussian process over the offsets of a convolution's kernel, the same for every pair of channels.
 
     ``K = variance * (exp(-|o - o'| / lengthscale) + 1e-6 I)``: neighboring entries of a filter are alike, so that
-    samples of the network's output are smooth. All weights have the same kernel shape, of any number of axes.
+    samples of the network's output are smooth.
 
     Args:
         parameters, name, variance, variance_bounds: see :class:`StructuredPrior`.

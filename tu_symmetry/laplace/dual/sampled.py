@@ -43,10 +43,9 @@ def conjugate_gradients(
     tolerance: float = 1e-3,
     max_iterations: int = 50,
 ) -> ConjugateGradients:
-    """Preconditioned conjugate gradients for a positive definite operator, all right sides ``[count, m]`` at once.
+    """Conjugate gradients for a positive definite operator, all right sides ``[count, m]`` at once.
 
-    ``preconditioner`` is an approximate inverse, symmetric and positive definite; ``tolerance`` is one on the residual
-    over the right side.
+    ``tolerance`` is one on the residual over the right side.
     """
     apply = preconditioner or (lambda r: r)
     size = right.norm(dim=1, keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
@@ -166,11 +165,11 @@ class SampledEvidence:
         operator: ``A J`` over the linearized weights.
         priors: resolved; every parameter in one block.
         measurements: ``y`` ``[m]``.
-        num_samples: posterior samples of a step, or probes of a gradient.
+        num_samples: random signs of a gradient.
         rank: rank of the preconditioner; 0 for none.
         tolerance: tolerance of conjugate gradients.
         max_iterations: most iterations of conjugate gradients.
-        seed: seed of all samples; the same in every call, so that steps differ by the hyperparameters only.
+        seed: seed of the preconditioner, and of what :meth:`adam` draws.
     """
 
     def __init__(
@@ -250,16 +249,15 @@ class SampledEvidence:
         phi: Mapping[str, Tensor],
         noise: float,
         *,
-        count: int | None = None,
-        seed: int | None = None,
+        count: int,
+        seed: int = 0,
         preconditioner: Product | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Posterior samples ``[count, size]`` of the deviation from ``theta*``, and ``theta*``.
 
         ``theta_0 - S J^T A^T K^-1 (A J theta_0 + e)`` is such a sample, of ``theta_0`` from the prior and noise ``e``.
         """
-        count = self.count if count is None else count
-        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        generator = torch.Generator().manual_seed(seed)
         drawn, error = (
             torch.randn(count, n, generator=generator, dtype=self.like.dtype, device="cpu").to(self.like)
             for n in (self.operator.size, self.operator.values)
@@ -276,14 +274,11 @@ class SampledEvidence:
         phi: Mapping[str, Tensor],
         noise: float,
         *,
-        seed: int | None = None,
+        seed: int = 0,
         preconditioner: Product | None = None,
     ) -> tuple[dict[str, Tensor], float]:
-        """Unbiased estimate of the gradient of ``-log Z`` (at the tangent mode), by random signs.
-
-        By block in its ``phi``, and the derivative in the log noise variance.
-        """
-        generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
+        """Unbiased gradient of ``-log Z`` (at the tangent mode), by block in ``phi``, and in the log noise variance."""
+        generator = torch.Generator().manual_seed(seed)
         m = self.operator.values
         probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator, device="cpu") - 1).to(self.like)
         right = torch.cat([probes, self.target.unsqueeze(0)])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Label, Value, nested_in, pinned_value, varies
+from tu_symmetry.symmetry.algebra import Value, nested_in, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.pointwise import elementwise
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -19,50 +19,15 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
     ledger = call.ledger
     every = "".join(dict.fromkeys("".join(letters)))
     place = {letter: k for k, letter in enumerate(every)}
-    sizes: dict[str, int] = {}
-    for value, own in zip(operands, letters, strict=True):
-        for letter, n in zip(own, value.shape, strict=True):
-            sizes[letter] = max(sizes.get(letter, 1), n)
-
-    def frame(array: np.ndarray, own: str) -> np.ndarray:
-        """An array over an operand's axes, laid into the frame of all letters."""
-        order = sorted(range(len(own)), key=lambda k: place[own[k]])
-        shape = [1] * len(every)
-        for k in order:
-            shape[place[own[k]]] = array.shape[k]
-        return array.transpose(order).reshape(shape)
-
-    fresh = [
-        _nested(ledger, value, own, [(v, o) for v, o in zip(operands, letters, strict=True) if v is not value], output)
-        for value, own in zip(operands, letters, strict=True)
-    ]
-    nested = {
-        letter
-        for value, own in zip(fresh, letters, strict=True)
-        for k, letter in enumerate(own)
-        if nested_in(value.labels[k], k)
-    }
-    labels: dict[str, Label] = {}
-    reasons: dict[str, str] = {}
+    partners = [[(v, o) for v, o in zip(operands, letters, strict=True) if v is not value] for value in operands]
+    fresh = [_nested(ledger, *given, output) for given in zip(operands, letters, partners, strict=True)]
+    framed = [views.laid(v, [place[x] for x in own], len(every)) for v, own in zip(fresh, letters, strict=True)]
+    nested = {x for v, own in zip(fresh, letters, strict=True) for k, x in enumerate(own) if nested_in(v.labels[k], k)}
     order = sorted(every, key=lambda x: (x in nested, x not in output, sum(x in own for own in letters) < 2))
-    for letter in order:
-        for value, own in zip(fresh, letters, strict=True):
-            axis = own.find(letter)
-            if axis < 0 or value.shape[axis] == 1:
-                continue
-            label, reason = tuple(frame(c, own) for c in value.labels[axis]), value.reasons[axis]
-            if letter in labels:
-                others = [labels.get(x, ()) for x in every]
-                label = ledger.unify(labels[letter], label, reasons[letter], reason, place[letter], others)
-                reason = reasons[letter] or reason
-            labels[letter], reasons[letter] = label, reason
-    full = Value(
-        tuple(sizes[x] for x in every),
-        tuple(labels.get(x, ()) for x in every),
-        tuple(reasons.get(x, "") for x in every),
-    )
+    full = views.together(ledger, framed, [place[x] for x in order])
+    full = replace(full, shape=tuple(max(n, 1) for n in full.shape))
     ledger.observe(full)
-    scale = tuple((c, frame(v, own)) for value, own in zip(fresh, letters, strict=True) for c, v in value.scale)
+    scale = tuple(term for value in framed for term in value.scale)
     summed = [place[x] for x in every if x not in output]
     inside = tuple(t for t in scale if any(t[1].shape[k] > 1 for k in summed))
     rest = tuple(t for t in scale if all(t[1].shape[k] == 1 for k in summed))
@@ -113,9 +78,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     """Add a one-dimensional bias along an axis."""
     if bias is None:
         return result
-    frame = [1] * result.ndim
-    frame[axis] = bias.shape[-1]
-    laid = views.reshape(call.ledger, bias, frame)
+    laid = views.laid(bias, [axis], result.ndim)
     label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
     call.ledger.equate(laid.scale, result.scale)
     return result.with_axis(axis, label=label)

@@ -42,19 +42,12 @@ def _conv(call: Call) -> Value:
         if weight.labels[k]:
             ledger.pin_label(weight.labels[k], "kernel position")
             weight = ledger.relabel(weight, k, (), "kernel position")
-    scale = []
-    for term in weight.scale:
-        if any(n > 1 for n in term[1].shape[2:]):
-            ledger.pin_scale((term,))
-        else:
-            scale.append((term[0], term[1].reshape(term[1].shape[:2])))
-    kernel = Value(
-        weight.shape[:2],
-        tuple(tuple(c.reshape(c.shape[:2]) for c in lab) for lab in weight.labels[:2]),
-        weight.reasons[:2],
-        tuple(scale),
-        weight.parameter if groups > 1 else None,
-    )
+    terms = [(c, v) for c, v in weight.scale if all(n == 1 for n in v.shape[2:])]
+    for c, v in weight.scale:
+        if any(n > 1 for n in v.shape[2:]):
+            ledger.pin_scale(((c, v),))
+    kernel = views.arranged(replace(weight, scale=tuple(terms)), (0, 1), lambda a: a.reshape(a.shape[:2]))
+    kernel = replace(kernel, parameter=weight.parameter if groups > 1 else None)
     inputs = views.channel(ledger, value, axis)
     if groups == 1:
         ledger.observe(kernel)
@@ -70,7 +63,7 @@ def _conv(call: Call) -> Value:
     out = contract(replace(free, outputs=[shape]), [inputs, kernel], letters, output)
     out = add_bias(call, views.reshape(ledger, out, (math.prod(shape),)), call.get("bias"), 0)
     ndim = len(call.shape)
-    laid = views.reshape(ledger, out, [out.shape[0] if k == axis else 1 for k in range(ndim)])
+    laid = views.laid(out, [axis], ndim)
     reasons = tuple(
         laid.reasons[k] if k == axis else ("batch" if k < axis else "spatial position") for k in range(ndim)
     )
@@ -178,7 +171,7 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
 @register_rule(
     "max_pool3d_with_indices max_pool2d_with_indices upsample_nearest1d upsample_nearest2d upsample_nearest3d "
     "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d "
-    "_upsample_bilinear2d_aa fractional_max_pool2d _upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa fractional_max_pool2d _upsample_bicubic2d_aa"
 )
 def _pool(call: Call) -> list[Value]:
     value: Value = call.get("self", call.get("input"))
@@ -193,22 +186,13 @@ def _with_positions(call: Call, value: Value) -> list[Value]:
     return [result, replace(result, scale=())][: len(call.outputs)]
 
 
-@register_rule("torchvision.roi_align", "torchvision.roi_pool")
-def _roi(call: Call) -> list[Value]:
-    """Each channel pooled over regions, of which each names its image."""
+@register_rule("torchvision.roi_align", "torchvision.roi_pool", "grid_sampler")
+def _sample(call: Call) -> list[Value]:
+    """Each channel pooled over regions, of which each names its image, or read at positions that are computed."""
     value: Value = call["input"]
     call.pin("rois", "regions of an image")
-    for axis in (3, 2, 0):
-        value = views.drop(call.ledger, views.mix(call.ledger, value, axis, "regions of an image"), axis, keep=True)
-    return _with_positions(call, value)
-
-
-@register_rule("grid_sampler")
-def _sample(call: Call) -> Value:
-    """Each channel at positions that are computed, for each sample its own."""
-    value: Value = call["input"]
     call.pin("grid", "positions in an image")
-    return replace(views.mix(call.ledger, value, (0, *range(2, value.ndim)), "spatial position"), shape=call.shape)
+    return _with_positions(call, views.mix(call.ledger, value, (0, *range(2, value.ndim)), "regions of an image"))
 
 
 @register_rule("col2im")

@@ -27,10 +27,7 @@ def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
         operand: Value | None = call.get(name)
         if operand is None:
             continue
-        frame = [1] * value.ndim
-        for axis, n in zip(axes, operand.shape, strict=True):
-            frame[axis] = n
-        laid = views.reshape(ledger, operand, frame)
+        laid = views.laid(operand, axes, value.ndim)
         labels = list(value.labels)
         for axis in axes:
             reasons = value.reasons[axis], laid.reasons[axis]
@@ -105,23 +102,18 @@ def _weight_norm(call: Call) -> list[Value]:
     return [replace(joined, scale=gain.scale)] * len(call.outputs)
 
 
-@register_rule("cosine_similarity")
-def _cosine(call: Call) -> Value:
-    """Scales of both sides are gone; symmetric in the axis that is summed over."""
-    one, two = call["x1"], call["x2"]
-    aligned, result = join_labels(call.ledger, [one, two], np.broadcast_shapes(one.shape, two.shape))
-    axis = call.axis(of=result, default=1)
-    for value in aligned:
-        _absorb(call, call.ledger.alike_along(value, axis), call.get("eps", 1e-8))
-    return views.drop(call.ledger, result, axis)
-
-
-@register_rule("pairwise_distance")
-def _pairwise(call: Call) -> Value:
-    one, two = call["x1"], call["x2"]
-    aligned, result = join_labels(call.ledger, [one, two], np.broadcast_shapes(one.shape, two.shape))
-    call.ledger.equate(aligned[0].scale, aligned[1].scale)
+@register_rule("cosine_similarity", "pairwise_distance")
+def _compared(call: Call) -> Value:
+    """Symmetric in the axis that is summed over; cosines do not see the scales of both sides."""
+    ledger, sides = call.ledger, [call["x1"], call["x2"]]
+    aligned, result = join_labels(ledger, sides, np.broadcast_shapes(*(v.shape for v in sides)))
+    if call.name == "cosine_similarity":
+        axis = call.axis(of=result, default=1)
+        for value in aligned:
+            _absorb(call, ledger.alike_along(value, axis), call.get("eps", 1e-8))
+        return views.drop(ledger, result, axis)
+    ledger.equate(aligned[0].scale, aligned[1].scale)
     if call.get("eps", 1e-6) > 0:
-        call.ledger.approximate(aligned[0])
+        ledger.approximate(aligned[0])
     result = replace(result, scale=aligned[0].scale)
-    return views.drop(call.ledger, result, result.ndim - 1, keep=bool(call.get("keepdim", False)))
+    return views.drop(ledger, result, result.ndim - 1, keep=bool(call.get("keepdim", False)))

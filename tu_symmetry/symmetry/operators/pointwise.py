@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Label, Term, Value, pinned_value, varies
+from tu_symmetry.symmetry.algebra import Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
 
@@ -16,17 +16,7 @@ def join_labels(ledger: Ledger, values: Sequence[Value], shape: tuple[int, ...])
     """Align broadcast operands, unify their labels, and return them with an unscaled result."""
     ndim = len(shape)
     aligned = [views.pad_left(v, ndim) for v in _nest_parameters(ledger, values, ndim)]
-    labels: list[Label] = [()] * ndim
-    reasons = [""] * ndim
-    for axis in range(ndim):
-        met = [v for v in aligned if v.shape[axis] != 1]
-        for value in met[:1]:
-            labels[axis], reasons[axis] = value.labels[axis], value.reasons[axis]
-        for value in met[1:]:
-            others = [*labels[:axis], *((),) * (ndim - axis)]
-            label = ledger.unify(labels[axis], value.labels[axis], reasons[axis], value.reasons[axis], axis, others)
-            labels[axis], reasons[axis] = label, reasons[axis] or value.reasons[axis]
-    return aligned, Value(shape, tuple(labels), tuple(reasons))
+    return aligned, replace(views.together(ledger, aligned, range(ndim)), shape=shape)
 
 
 def _nest_parameters(ledger: Ledger, values: Sequence[Value], ndim: int) -> list[Value]:
@@ -85,8 +75,7 @@ def homogeneous(call: Call) -> list[Value]:
 
 
 @register_rule(
-    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__",
-    traits=("combines",),
+    "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", traits=("combines",)
 )
 @register_rule(
     "exp gelu silu sigmoid tanh elu selu celu mish softplus hardswish hardsigmoid hardtanh relu6 log log1p expm1 "
@@ -94,7 +83,7 @@ def homogeneous(call: Call) -> list[Value]:
     "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
     "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
     "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
-    "fake_quantize_per_tensor_affine",
+    "fake_quantize_per_tensor_affine"
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
@@ -111,6 +100,12 @@ register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))(
 register_rule("copy")(lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape))
 register_rule("polar")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
 register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1))))
+
+
+@register_rule("fake_quantize_per_channel_affine", traits=("combines",))
+def _quantize(call: Call) -> Value:
+    value, axis = call["self"], call.axis("axis")
+    return elementwise(call.on(value, *(views.laid(call[n], [axis], value.ndim) for n in ("scale", "zero_point"))))
 
 
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))
@@ -136,7 +131,7 @@ def scaled_as_first(call: Call, first: Value, second: Value) -> Value:
 def _prelu(call: Call) -> Value:
     value, weight = call["self"], call["weight"]
     if call.name == "prelu" and value.ndim > 1 and weight.ndim == 1:
-        weight = views.reshape(call.ledger, weight, (1, weight.shape[0], *[1] * (value.ndim - 2)))
+        weight = views.laid(weight, [1], value.ndim)
     return scaled_as_first(call, value, weight)
 
 
@@ -254,7 +249,7 @@ def _where(call: Call) -> Value | list[Value]:
 
 @register_rule(
     "tanh_backward sigmoid_backward silu_backward gelu_backward softplus_backward elu_backward hardtanh_backward "
-    "hardswish_backward mish_backward threshold_backward leaky_relu_backward",
+    "hardswish_backward mish_backward threshold_backward leaky_relu_backward"
 )
 def _derivative(call: Call) -> Value:
     """What arrives from behind, times the slope at what went in (or came out), of which a ReLU's asks the sign only."""

@@ -53,7 +53,7 @@ def _recurrent(call: Call) -> list[Value]:
         finals += outs
         source = outs[0] if directions == 1 else views.concatenate(ledger, outs, 0)
     ndim = len(call.shape)
-    laid = views.reshape(ledger, source, [1] * (ndim - 1) + [source.shape[0]])
+    laid = views.laid(source, [ndim - 1], ndim)
     sequence = replace(laid, shape=call.shape, reasons=("time step",) * (ndim - 1) + laid.reasons[-1:])
     if value.ndim == 3:
         sequence = _of_samples(sequence, samples, batch)
@@ -121,8 +121,7 @@ def _of_samples(value: Value, axis: int, batch: Samples) -> Value:
 
 def _of_cells(call: Call, cell: Value, shape: tuple[int, ...], batch: Samples) -> Value:
     """States ``[..., samples, hidden]``, or ``[..., hidden]`` where there is one sample."""
-    laid = views.reshape(call.ledger, cell, [1] * (len(shape) - 1) + [cell.shape[0]])
-    states = replace(laid, shape=shape)
+    states = replace(views.laid(cell, [len(shape) - 1], len(shape)), shape=shape)
     return _of_samples(states, len(shape) - 2, batch) if len(shape) > 1 and batch[0] else states
 
 

@@ -52,17 +52,12 @@ def _reduce(call: Call) -> Value | list[Value]:
     return [found, value]
 
 
-@register_rule("renorm")
-def _renorm(call: Call) -> Value:
-    """Each slice is divided by its norm, over all other axes, if that is large."""
-    value, axis = call.ledger.unscaled(call["self"]), call.axis()
-    return views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != axis))
-
-
-@register_rule("histc")
-def _histogram(call: Call) -> Value:
-    """How many of all entries lie in each interval."""
+@register_rule("renorm", "histc")
+def _of_all(call: Call) -> Value:
+    """Each slice divided by its norm, over all other axes, if that is large; how many entries lie in each interval."""
     value = call.ledger.unscaled(call["self"])
+    if call.name == "renorm":
+        return views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != call.axis()))
     views.drop(call.ledger, value, range(value.ndim))
     return pinned_value(call.shape, "intervals")
 

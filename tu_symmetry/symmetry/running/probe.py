@@ -75,11 +75,6 @@ class Probe:
     def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
         return self  # nothing in it changes
 
-    def given(self, example_inputs: Tensor | tuple[Any, ...], example_kwargs: Mapping[str, Any] | None = None) -> Probe:
-        """The same network with other inputs, as they are."""
-        args = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        return Probe(self.module, *in_double((args, dict(example_kwargs or {})), None))
-
     def drawn(self, generator: torch.Generator) -> Probe:
         """The same network with other numbers in its floating-point inputs."""
         return self._with(redrawn((self.args, self.kwargs), generator))
