@@ -141,10 +141,9 @@ def test_never_more_networks_in_memory_than_threads(
 
 
 def test_the_medoid_of_many_files_is_that_of_a_sample(graph: SymmetryGraph, tmp_path: Path) -> None:
-    files = write(tmp_path, noisy(graph, 6))
-    sample = align_files(graph, files, tmp_path / "few", reference="medoid", candidates=3)
-    assert len(sample.search["candidates"]) == 3 and sample.reference in sample.search["candidates"]
-    assert "medoid of 3 of the 6 files" in (tmp_path / "few" / "report.md").read_text()
+    sample = align_files(graph, write(tmp_path, noisy(graph, 18)), tmp_path / "out", reference="medoid")
+    assert len(sample.search["candidates"]) == 16 and sample.reference in sample.search["candidates"]
+    assert "medoid of 16 of the 18 files" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_the_mean_is_a_file_that_distances_are_measured_to(graph: SymmetryGraph, tmp_path: Path) -> None:
@@ -202,19 +201,8 @@ def test_files_and_states_are_aligned_alike(
     assert distances == pytest.approx(found.distances_after, rel=1e-5, abs=1e-5)
     if reference == "medoid":
         assert Path(report["reference"]).name == files[found.reference or 0].name
-
-
-def test_a_universe_that_was_cut_short_says_so(
-    graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    generator = torch.Generator().manual_seed(2)
-    states = [{n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items()} for _ in range(8)]
-    words = ["align", *map(str, write(tmp_path, states)), "--model", f"{__name__}.Net", "--input", "1,4"]
-    words += ["--reference", "universe", "--out", str(tmp_path / "out")]
-    assert cli.main([*words, "--max-iterations", "1"]) == 0
-    assert "sweeps: 1; the last one still moved" in " ".join(capsys.readouterr().out.split())
-    assert cli.main(words) == 0
-    assert "moved nothing" in " ".join(capsys.readouterr().out.split())
+    if reference == "universe":
+        assert "the last one moved nothing" in (tmp_path / "out" / "report.md").read_text()
 
 
 @pytest.mark.parametrize("mode", MODES)

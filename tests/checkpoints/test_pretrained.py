@@ -164,25 +164,3 @@ def test_what_a_folder_has_to_say(tmp_path: Path) -> None:
         Pretrained.beside(weights).build()
     with pytest.raises(ArchitectureError, match=r"does not say what inputs the network takes .*down_block_types"):
         Pretrained.beside(weights).inputs()
-
-
-@pytest.mark.slow
-def test_a_model_on_the_meta_device_has_the_same_groups() -> None:
-    """Without any weights: what `benchmarks/diffusion.py` measures for SDXL at its full size."""
-    kind, config = CONFIGS["sdxl"]
-    model: Any = getattr(diffusers, kind)(**config).eval()
-    inputs = Pretrained(Path("config.json"), {"_class_name": kind, **dict(model.config)}).inputs()
-    with torch.device("meta"):
-        hollow = getattr(diffusers, kind)(**config).eval()
-    moved = torch.utils._pytree.tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, inputs)
-    whole, found = (
-        tus.discover_symmetries(m, args, example_kwargs=kwargs)
-        for m, (args, kwargs) in ((model, inputs), (hollow, moved))
-    )
-
-    def told(graph: tus.SymmetryGraph) -> list[Any]:
-        moved = [[(m.parameter, m.axis, m.index.tolist()) for m in g.members] for g in graph.permutations]
-        kinds = (graph.permutations, graph.scales, graph.normalizations)
-        return [moved, [[(g.name, g.size, len(g.members)) for g in groups] for groups in kinds]]
-
-    assert told(found) == told(whole)

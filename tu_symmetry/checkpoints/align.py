@@ -144,8 +144,6 @@ def align_files(
     reference: Path | Reference = "first",
     prefix: str = "",
     solver: Solver = "frank_wolfe",
-    candidates: int = 16,
-    max_iterations: int = 20,
     threads: int = 1,
     track: Track = silent,
 ) -> FileAlignment:
@@ -179,10 +177,8 @@ def align_files(
                 StateSource(list(checkpoints), prefix=prefix),
                 given,
                 matcher(graph, "weights", solver, "product", None, None),
-                candidates=candidates,
-                max_iterations=max_iterations,
                 threads=threads,
-                progress=lambda at: tracker.update(at["done"] * len(files) // at["total"], step=at["step"]),
+                progress=lambda at: tracker.update(at["done"] * len(files) // at["total"], what=at["step"]),
             )
         search = dict(target.search)
         if mode == "medoid":

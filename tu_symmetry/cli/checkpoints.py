@@ -143,9 +143,6 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
     group = _add_files(parser, out="folder of the aligned files and the report", metavar="DIR", merging=False)
-    compared = "files that are compared for the medoid, drawn at random if there are more"
-    _add_number(parser, "--candidates", 2, 16, compared)
-    _add_number(parser, "--max-iterations", 1, 20, "bound on the sweeps over all networks for the universe")
     at_once = "networks that are matched at the same time; mean and universe go one by one"
     _add_number(parser, "--threads", 1, 1, at_once)
     group.add_argument(
@@ -189,8 +186,6 @@ def align(parser: argparse.ArgumentParser) -> Handler:
             reference=reference,
             prefix=arguments.prefix,
             solver=arguments.solver,
-            candidates=arguments.candidates,
-            max_iterations=arguments.max_iterations,
             threads=arguments.threads,
             track=display.track,
         )
