@@ -32,7 +32,8 @@ OTHER_WORDS = {
     "sweeps": "max_iterations",
     "iterations": "max_iterations",
 }
-OPERANDS = {"canonicalize": {"method"}, "merge": {"dataloader"}}  # what may be left out, and is no option
+# what may be left out, and is no option, or stands where the class that it extends has it
+OPERANDS = {"canonicalize": {"method"}, "merge": {"dataloader"}, "LaplaceRegressionRoutine.__init__": {"loss"}}
 SEEDED = {"verify_symmetries", "posterior_ensemble"}  # repeatable by default; named in a YAML file, where no object is
 
 

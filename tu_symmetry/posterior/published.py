@@ -193,7 +193,7 @@ def _members(source: str | os.PathLike[str], file: str) -> Iterator[tuple[str, L
         except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
             raise SampleFileError(
                 f"{file} of {source} cannot be read beyond {count} networks ({type(error).__name__}: {error}): it is "
-                "truncated or damaged, or the connection broke. Those are stored; the same call goes on once it is whole"
+                "truncated or damaged, or the connection broke. They are stored; the same call goes on once it is whole"
             ) from error
 
     with reading(), _stream(source, file) as stream, tarfile.open(fileobj=stream, mode="r|*") as archive:
