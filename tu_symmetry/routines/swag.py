@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch_uncertainty import methods
 
@@ -21,8 +21,8 @@ class SWAG(methods.SWAG):
 
     num_avgd_models: Tensor
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, core_model: nn.Module, **options: Any) -> None:
+        super().__init__(core_model, **options)
         self.register_load_state_dict_pre_hook(_take_moments)
         self.register_load_state_dict_post_hook(_awaken)
 
