@@ -38,9 +38,6 @@ class PosteriorDraws(Callback):
         folder: folder of the store; ``samples`` in the trainer's ``default_root_dir`` by default.
         seed: seed of the draws.
         dtype: ``float16`` or ``bfloat16`` to store half as much; floating-point tensors only.
-
-    Raises:
-        ValueError: a number of samples or a dtype that makes no sense.
     """
 
     def __init__(

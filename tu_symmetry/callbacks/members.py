@@ -21,12 +21,7 @@ ModuleSource = str | Callable[[LightningModule], Any]
 
 
 def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argument: str) -> list[nn.Module]:
-    """The modules that an attribute path (``"model.core_models"``) or a callable finds in ``pl_module``.
-
-    Raises:
-        ValueError: if the path leads nowhere; ``argument`` is the callback's, for the error.
-        TypeError: if what is found is neither a module nor a sequence of modules.
-    """
+    """The modules that an attribute path (``"model.core_models"``) or a callable finds in ``pl_module``."""
     if callable(source):
         found = source(pl_module)
     else:
@@ -55,9 +50,6 @@ def find_members(pl_module: LightningModule, source: ModuleSource | None, *, lea
 
     Without a source: the first ``core_models`` list anywhere in the module (TorchUncertainty's deep ensembles, also
     inside its EMA or SWA wrappers), or the network of the routine without those wrappers.
-
-    Raises:
-        ValueError: if nothing is found, or too few.
     """
     container = _core_models(pl_module)
     if source is not None:

@@ -59,9 +59,6 @@ class CompactPosterior:
             std: standard deviations of the entries that are sampled.
             aliases: for each weight all its names, where it has several.
             metadata: anything that JSON can hold.
-
-        Raises:
-            ValueError: names or shapes that do not fit, values that are not finite, negative standard deviations.
         """
         self.mean: State = as_given(mean, {name: mean[name] for name in sorted(mean)})
         self.std: State = {name: std[name] for name in sorted(std)}
@@ -148,13 +145,15 @@ class CompactPosterior:
         *,
         metadata: Mapping[str, Any] | None = None,
     ) -> CompactPosterior:
-        """Put a posterior together from the moments of a module's parameters.
+        """Put a posterior together from means and standard deviations by the names of ``model.named_parameters()``.
+
+        Tied weights and buffers are taken from the model, whose class is the architecture in the metadata.
 
         Args:
-            model: a network of the architecture; tied weights and buffers are taken from it.
-            mean: the mean of every parameter, by its name in ``named_parameters`` (tied ones once), on any device.
+            model: a network of the architecture.
+            mean: the mean of every parameter, on any device.
             std: likewise.
-            metadata: anything that JSON can hold; the architecture is added.
+            metadata: anything that JSON can hold.
         """
         owners = {id(p): name for name, p in model.named_parameters()}
         if missing := sorted(set(owners.values()) ^ mean.keys() | set(owners.values()) ^ std.keys()):
@@ -239,11 +238,7 @@ class CompactPosterior:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], graph: SymmetryGraph | None = None) -> CompactPosterior:
-        """Read what :meth:`save` wrote; with a graph, of this architecture.
-
-        Raises:
-            SampleFileError: a file that is truncated, foreign or was changed, or a posterior of another architecture.
-        """
+        """Read what :meth:`save` wrote; with a graph, of this architecture."""
         parts: dict[str, State] = {"mean": {}, "std": {}}
         try:
             tensors, head = read_safetensors(path)

@@ -209,13 +209,7 @@ class SampleStore(Sequence[State]):
         self.layout = layout_of(stack, stacked=True)
 
     def discard(self, chains: Collection[int], *, after: int = -1) -> int:
-        """Take back the samples of some chains beyond step ``after``; returns how many.
-
-        Whole shards are taken back, and a kill leaves each there or gone.
-
-        Raises:
-            ValueError: one of their shards holds other samples too; nothing is taken back then.
-        """
+        """Take back the samples of chains beyond step ``after``, whole shards of them; returns how many there were."""
         beyond = [r for r in self.records if r.chain in chains and r.step > after]
         shards = {r.shard for r in beyond}
         if len(beyond) < sum(r.shard in shards for r in self.records):

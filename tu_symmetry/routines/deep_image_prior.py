@@ -49,14 +49,7 @@ def image_quality(images: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Reconstructions:
-    """What a fit has found, and the problems that it belongs to.
-
-    Attributes:
-        states: stacked states ``[problems, ...]`` of the iterates of the lowest loss.
-        images: reconstructions ``[problems, 1, height, width]``.
-        loss: loss of these iterates, ``[problems]``.
-        problem: what was reconstructed.
-    """
+    """What a fit has found: states and images of the lowest loss, stacked, and the problems that they belong to."""
 
     states: States
     images: Tensor

@@ -46,9 +46,7 @@ class StoredRun:
             step: where the checkpoint stands in the store's count; later samples are taken back.
 
         Raises:
-            FileExistsError: the chains are those of another run, of this one when it has come to its end, of this one
-                where there is a checkpoint that it does not resume from, or fewer than the checkpoint counts on.
-            SampleFileError: the folder holds something else, or samples of another architecture.
+            FileExistsError: the chains are another run's, are done, or are not those that the checkpoint counts on.
         """
         if not trainer.is_global_zero:
             return

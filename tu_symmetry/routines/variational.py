@@ -32,9 +32,8 @@ class VariationalRoutine(PredictiveRoutine):
     """Fits ``N(mean, diag std^2)`` over all weights; ``std = softplus(rho)``.
 
     The objective is the evidence lower bound of the whole training set, ``-N / B * nll(batch) - KL(q || prior)`` in
-    nats, with the closed-form KL to ``N(0, 1 / prior_precision)``, untempered; what the optimizer sees is its negative
-    divided by ``N``. The weights are drawn by reparameterization, once for all points of a batch. The state of the
-    noise is in the checkpoint.
+    nats, with the closed-form KL to ``N(0, 1 / prior_precision)``, untempered. The weights are drawn by
+    reparameterization, once for all points of a batch; the state of the noise is in the checkpoint.
 
     Logged, in nats, as means over an epoch: ``vi/elbo``, ``vi/log_likelihood`` (of the training set, expected) and
     ``vi/kl``; validation and test measure ``num_test_samples`` draws as an ensemble, always the same ones.
@@ -45,8 +44,7 @@ class VariationalRoutine(PredictiveRoutine):
         initial_std: standard deviation of every weight at the start.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
         seed: seed of the initialization (by the ``reset_parameters`` of the layers) and the noise.
-        posterior: file that the Gaussian is written to at the end, as :class:`CompactPosterior` reads it; None to
-            write none.
+        posterior: file that the :class:`CompactPosterior` is written to at the end; None to write none.
         num_test_samples: draws in a validation or test.
         optimizer: optimizer of means and ``rho``; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
         lr_scheduler: learning-rate scheduler of the optimizer.

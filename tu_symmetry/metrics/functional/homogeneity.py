@@ -23,12 +23,7 @@ _THRESHOLDS = 8
 
 @dataclass(frozen=True)
 class HomogeneityTest:
-    """A test of one group of hidden units.
-
-    Attributes:
-        statistic: the observed statistic, at least 0; the larger, the more the units' marginals differ.
-        p_value: probability under the null of a statistic this large, the observed one counted.
-    """
+    """The statistic of one group of hidden units, and the probability under the null of one this large."""
 
     statistic: float
     p_value: float
@@ -122,13 +117,7 @@ def unit_samples(
 
 @dataclass(frozen=True)
 class LargestWeight:
-    """Where the largest incoming weight of a group of hidden units is, over the samples.
-
-    Attributes:
-        index: number of the unit that has it, for each sample ``[S]`` (units of all blocks are numbered through).
-        counts: how often each unit has it ``[units]``.
-        p_value: probability of counts this uneven if all units are alike, by Monte Carlo.
-    """
+    """Which unit of a group has the largest weight in each sample, how often each has it, and how likely that is."""
 
     index: Tensor
     counts: Tensor

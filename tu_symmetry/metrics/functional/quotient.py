@@ -54,9 +54,6 @@ def vector_distances(
         removed: what was removed, in words.
         generator: source of the directions of the projections; without one they cannot be repeated.
         device: where it is computed; without one where ``x`` is.
-
-    Raises:
-        ValueError: fewer than two vectors, or other lengths.
     """
     a, b = checked_samples(x, y)
     s, t = len(a), len(b)

@@ -27,18 +27,10 @@ class RepresentationCosts:
 
 
 def representation_costs(graph: SymmetryGraph, states: Mapping[str, Tensor], **options: Any) -> RepresentationCosts:
-    """Mass and representation cost (arXiv 2310.08287, section 6) of each network of a stack.
+    """Mass and representation cost (arXiv 2310.08287, section 6) of each network of a stack, or of one.
 
-    Laws: the minimal mass is the same all along the orbits of the scale groups, and under permutations.
-
-    Args:
-        graph: the symmetry graph.
-        states: a state dict, or stacked states ``(S, ...)``.
-        options: what counts, and what becomes of normalizations; see :func:`~tu_symmetry.canonicalize`.
-
-    Raises:
-        SymmetryError: states of another architecture, NaN or infinite weights.
-        ValueError: more than one sample axis, or no samples.
+    Laws: the minimal mass is the same all along the orbits of the scale groups, and under permutations. The options are
+    those of :func:`~tu_symmetry.canonicalize`.
     """
     lead = graph.check_state(states)
     count = len(next(iter(states.values()))) if lead else 1

@@ -59,7 +59,7 @@ class DiscrepancyTest:
 
 
 class StackSource(Protocol):
-    """Networks that are read one tensor at a time, as :class:`~tu_symmetry.posterior.samples.SampleStore` does."""
+    """Networks that are read one tensor at a time, as a ``SampleStore`` reads them."""
 
     def __len__(self) -> int:
         """Number of networks."""
@@ -142,10 +142,7 @@ def discrepancy_test(
 
 
 def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: Any) -> DiscrepancyTest:
-    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by the name of their tensor or layer.
-
-    The options are its own from ``level`` to ``generator``, and ``removed``: what was removed before, in words.
-    """
+    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by their names, with its own options."""
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
         finite: dict[str, Tensor] = {}
@@ -294,9 +291,8 @@ def _u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -
 
     With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks. With
     ``runs`` ``(N,)``, whose networks have equal weights, pairs of two draws of one run are left out as pairs of two
-    draws of one network are: networks of a run are alike, and a run that is drawn twice would make the set look closer
-    to itself than it is. Drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not
-    ``m n (m n - 1)``.
+    draws of one network are: drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not ``m n (m
+    n - 1)``.
     """
     w = weights.view(len(kernel), -1, 2)
     a, b = w[..., 0], w[..., 1]
