@@ -1,4 +1,4 @@
-"""What the callbacks share: finding the network whatever it is called, one discovery, notices once."""
+"""What the callbacks share: finding the network whatever it is called, notices once."""
 
 from __future__ import annotations
 
@@ -55,25 +55,18 @@ def fit(module: LightningModule, *callbacks: Callback) -> None:
     trainer(*callbacks, max_epochs=2).fit(module.double(), loader(n=24, shuffle=False))
 
 
-def both() -> tuple[Rebasin, ScaleCanonicalization]:
-    return (
-        Rebasin(reference="previous", every_n_epochs=1, in_place=True),
-        ScaleCanonicalization(every_n_epochs=1, in_place=True),
-    )
-
-
 @pytest.mark.parametrize("make", [lambda: Plain(net=mlp()), lambda: Plain(model=mlp(), extra=nn.Linear(3, 3)), Bare])
 def test_the_network_is_found_whatever_it_is_called(make: Any) -> None:
-    callbacks = both()
-    fit(make(), *callbacks)
-    assert [len(c.history) for c in callbacks] == [1, 2]
+    scale = ScaleCanonicalization(every_n_epochs=1, in_place=True)
+    fit(make(), scale)
+    assert len(scale.history) == 2
 
 
 def test_several_submodules_are_listed_and_the_hints_work(tmp_path: Any) -> None:
     def make() -> Plain:
         return Plain(encoder=mlp(), head=nn.Linear(3, 3))
 
-    callbacks: list[Callback] = [*both(), PosteriorSnapshots(tmp_path / "samples", every_n_epochs=1)]
+    callbacks = [ScaleCanonicalization(), PosteriorSnapshots(tmp_path / "samples", every_n_epochs=1)]
     for callback in callbacks:
         with pytest.raises(ValueError, match=r"'encoder' \(Sequential\), 'head' \(Linear\).*members='encoder'"):
             fit(make(), callback)
@@ -91,52 +84,17 @@ def test_several_submodules_are_listed_and_the_hints_work(tmp_path: Any) -> None
         ScaleCanonicalization().networks(mixed)
 
 
-def test_laplace_takes_the_only_submodule() -> None:
-    laplace = FitLaplace()
-    module = Plain(backbone=mlp())
-    fit(module, laplace)
-    assert laplace.laplace is not None and laplace.laplace.model is module.backbone
-
-
-def test_two_callbacks_on_one_network_discover_its_symmetries_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[nn.Module] = []
-
-    def counted(model: nn.Module, example: Any) -> Any:
-        calls.append(model)
-        return discover_symmetries(model, example)
-
-    monkeypatch.setattr("tu_symmetry.callbacks.base.discover_symmetries", counted)
-    callbacks = both()
-    fit(Plain(net=mlp()), *callbacks)
-    assert len(calls) == 1
-    assert callbacks[0].graph is callbacks[1].graph
-
-    # Another network of the same run is discovered by itself.
-    module = Plain(net=mlp(), head=nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3)))
-    given = ScaleCanonicalization("head", example_input=torch.randn(2, 3), prefix="b")
-    first = ScaleCanonicalization("net", prefix="a")
-    fit(module, first, given)
-    assert first.graph is not given.graph
-    assert given.graph is not None and given.graph.shapes["0.weight"] == (4, 3)
-
-
-def test_a_graph_that_a_user_gave_to_one_callback_is_not_passed_on() -> None:
-    network = mlp()
-    chosen = discover_symmetries(network, torch.randn(2, 5))
-    scale, rebasin = ScaleCanonicalization(graph=chosen), Rebasin(reference="previous")
-    fit(Plain(net=network), scale, rebasin)
-    assert scale.graph is chosen and rebasin.graph is not chosen and rebasin.graph is not None
-
-
 def test_notices_are_said_once_in_a_run() -> None:
     graph = discover_symmetries(mlp(), torch.randn(2, 5))
     graph.require_verified()
     without_probe = pickle.loads(pickle.dumps(graph))
-    scale = ScaleCanonicalization(graph=without_probe, in_place=True, every_n_steps=1)
-    rebasin = Rebasin(reference="previous", graph=without_probe, in_place=True, every_n_steps=1)
+    scale = ScaleCanonicalization("net", graph=without_probe, in_place=True, every_n_steps=1)
+    rebasin = Rebasin(lambda module: [module.net, module.other], graph=without_probe, every_n_steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(Plain(net=mlp()), scale, rebasin)
+        module = Plain(net=mlp())
+        module.other = mlp()
+        fit(module, scale, rebasin)
     said = [str(w.message).split(":")[0] for w in caught if issubclass(w.category, UncertifiedWarning)]
     assert sorted(said) == ["Rebasin is not certified", "ScaleCanonicalization is not certified"]
     assert len(scale.history) == 6

@@ -51,11 +51,6 @@ def test_weights_and_buffers_are_written_after_the_burn_in(tmp_path: Path) -> No
             assert torch.equal(stack[name][i], tensor.cpu()), (step, name)
 
 
-def test_epochs(tmp_path: Path) -> None:
-    run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, burn_in=1))
-    assert written(tmp_path / "s") == [(0, 8), (0, 12)]
-
-
 def test_named_epochs(tmp_path: Path) -> None:
     """Also across a run that is cut in the middle of one of them, which counts when it is whole."""
     run(network(), PosteriorSnapshots(tmp_path / "s", at_epochs=[5, 1, 4]), max_epochs=5)
@@ -65,9 +60,9 @@ def test_named_epochs(tmp_path: Path) -> None:
     assert written(tmp_path / "t") == [(0, 4)]
     run(network(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2, 3]), ckpt=tmp_path / "epoch=0.ckpt")
     assert written(tmp_path / "t") == [(0, 4), (0, 8), (0, 12)]
-    with pytest.raises(ValueError, match="counts from 1, got 0"):
+    with pytest.raises(ValueError, match="at least 1, got 0"):
         PosteriorSnapshots(tmp_path, at_epochs=[0, 1])
-    with pytest.raises(ValueError, match="at_epochs names the epochs"):
+    with pytest.raises(ValueError, match="nothing to wait for"):
         PosteriorSnapshots(tmp_path, at_epochs=[1], burn_in=2)
 
 
@@ -96,7 +91,7 @@ def test_a_resumed_run_appends_without_repeating(tmp_path: Path) -> None:
 def test_another_run_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
     run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
     before = {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
-    with pytest.raises(FileExistsError, match=r"all samples of this run \(chain 0\)"):
+    with pytest.raises(FileExistsError, match=r"samples of chain 0 of this run, which has come to its end"):
         run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
     with pytest.raises(FileExistsError, match="samples of chain 0 of another run already"):
         run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=2))
@@ -117,15 +112,3 @@ def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
         run(network(), PosteriorSnapshots(tmp_path / "mine", every_n_epochs=1))
     assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     assert written(tmp_path / "s") == [(0, 12)]
-
-
-def test_contradictory_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="never act"):
-        PosteriorSnapshots(tmp_path)
-    with pytest.raises(ValueError, match="not be negative"):
-        PosteriorSnapshots(tmp_path, every_n_steps=1, burn_in=-1)
-    with pytest.raises(ValueError, match="has no submodule 'model'"):
-        module = network()
-        module.one, module.other = normalized(), normalized()
-        del module.model
-        run(module, PosteriorSnapshots(tmp_path, every_n_steps=1))

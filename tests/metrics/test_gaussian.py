@@ -80,13 +80,11 @@ def test_what_is_no_covariance_is_refused() -> None:
     eye = torch.eye(3)
     with pytest.raises(ValueError, match=r"shapes \(3, 3\) and \(2, 2\)"):
         gaussian_wasserstein(eye, torch.eye(2))
-    with pytest.raises(ValueError, match="second covariance has an eigenvalue of -1"):
-        gaussian_wasserstein(eye, torch.diag(torch.tensor([1.0, 1.0, -1.0])))
-    with pytest.raises(ValueError, match="first covariance is not symmetric"):
-        gaussian_wasserstein(eye + torch.ones(3, 3).triu(1), eye)
+    for wrong in (torch.diag(torch.tensor([1.0, 1.0, -1.0])), eye + torch.ones(3, 3).triu(1)):
+        with pytest.raises(ValueError, match="second matrix is no covariance"):
+            gaussian_wasserstein(eye, wrong)
     with pytest.raises(ValueError, match="second covariance holds NaN"):
         gaussian_wasserstein(eye, eye * torch.nan)
-    with pytest.raises(ValueError, match=r"difference has the shape \(2,\)"):
-        gaussian_wasserstein(eye, eye, difference=torch.zeros(2))
-    with pytest.raises(ValueError, match="difference of the means holds NaN"):
-        gaussian_wasserstein(eye, eye, difference=torch.full((3,), torch.inf))
+    for difference in (torch.zeros(2), torch.full((3,), torch.inf)):
+        with pytest.raises(ValueError, match="difference has the shape"):
+            gaussian_wasserstein(eye, eye, difference=difference)

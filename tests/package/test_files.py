@@ -27,6 +27,8 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, load_state
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,6 +161,10 @@ def networks() -> list[dict[str, Tensor]]:
     return [{n: torch.randn(t.shape, generator=generator) for n, t in state.items()} for _ in range(4)]
 
 
+def graph() -> SymmetryGraph:
+    return discover_symmetries(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)), torch.zeros(2, 2))
+
+
 def stored(folder: Path, count: int = 4) -> SampleStore:
     store = SampleStore.create(folder, architecture="a", method="m", seed=1)
     for i, state in enumerate(networks()[:count]):
@@ -187,7 +193,7 @@ def test_no_damage_of_a_sample_store_goes_unnoticed(tmp_path: Path) -> None:
 
 def test_no_damage_of_a_compact_posterior_or_a_laplace_file_goes_unnoticed(tmp_path: Path) -> None:
     path = tmp_path / "q.safetensors"
-    CompactPosterior.from_states(networks(), align=False).save(path)
+    CompactPosterior.from_states(networks(), graph(), align=False).save(path)
     assert undetected(path, lambda: CompactPosterior.load(path), SampleFileError, step=3) == []
     path, model = tmp_path / "l.safetensors", nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)).double()
     x = torch.randn(6, 2, dtype=torch.float64)
@@ -308,7 +314,7 @@ def test_opening_a_store_reads_no_weights(store: SampleStore, monkeypatch: pytes
 def test_what_carries_no_seal_any_more_is_refused(store: SampleStore, tmp_path: Path) -> None:
     """Whoever writes it again, with whatever weights."""
     path = tmp_path / "q.safetensors"
-    CompactPosterior.from_states(networks(), align=False).save(path)
+    CompactPosterior.from_states(networks(), graph(), align=False).save(path)
     save_file(load_file(path), path, metadata=files.read_header(path).metadata)
     with pytest.raises(SampleFileError, match="carries no digest"):
         CompactPosterior.load(path)

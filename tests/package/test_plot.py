@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import Mock
 
 import matplotlib
 import numpy as np
@@ -14,7 +13,6 @@ from matplotlib.figure import Figure
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import LossBarrier
-from tu_symmetry.callbacks.figures import log_figure
 
 matplotlib.use("Agg")
 
@@ -56,22 +54,3 @@ def test_matrices_and_bars() -> None:
         tus.plot.barriers({"before": matrix, "after": matrix}, ax=axes[0])
     _, ax = tus.plot.bars({"mass": [1, 2, 3], "least": [1, 1, 2]}, ["x", "y", "z"], log=True)
     assert [bar.get_height() for bar in ax.containers[0]] == [1, 2, 3] and ax.get_yscale() == "log"
-
-
-class FakeTrainer:
-    global_step, is_global_zero = 7, True
-
-    def __init__(self, *loggers: Any) -> None:
-        self.loggers = list(loggers)
-
-
-def test_figures_go_to_loggers_of_images_and_are_not_drawn_for_others() -> None:
-    board, wandb, table = Mock(spec=["experiment"]), Mock(spec=["log_image"]), Mock(spec=["experiment"])
-    table.experiment = None
-    draw = Mock(side_effect=lambda: tus.plot.bars({"a": [1.0]}, ["x"]))
-    assert log_figure(FakeTrainer(table), "scale/layers", draw) == 0 and not draw.called  # type: ignore[arg-type]
-    assert log_figure(FakeTrainer(board, table, wandb), "scale/layers", draw) == 2  # type: ignore[arg-type]
-    assert draw.call_count == 1 and not plt.get_fignums()
-    assert board.experiment.add_figure.call_count == wandb.log_image.call_count == 1
-    assert "scale/layers" in str(board.experiment.add_figure.call_args)
-    assert "scale/layers" in str(wandb.log_image.call_args)

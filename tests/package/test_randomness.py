@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 import tu_symmetry as tus
 from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, ProgressLines, TrueTemperature
 from tu_symmetry.datamodules import CIFARDataModule, DigitsDataModule, IDXDataModule, TomographyDataModule
-from tu_symmetry.metrics import FunctionalDiversity, QuotientDistance
 from tu_symmetry.routines import SWAG
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -156,14 +155,10 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "PredictiveTotalVariation": lambda p: tus.PredictiveTotalVariation(),
     "RepresentationCost": lambda p: tus.RepresentationCost(graph()),
     "TranspositionCount": lambda p: tus.TranspositionCount(),
-    "FunctionalDiversity": lambda p: FunctionalDiversity(3),
-    "QuotientDistance": lambda p: QuotientDistance(graph(), align_to=states()[0]),
     "SampleStore": lambda p: stored(p),
     "FitCompactPosterior": lambda p: tus.callbacks.FitCompactPosterior("q.safetensors"),
     "FitLaplace": lambda p: tus.FitLaplace(),
     "PosteriorSnapshots": lambda p: tus.PosteriorSnapshots("samples", every_n_epochs=1),
-    "PredictiveWriter": lambda p: tus.callbacks.PredictiveWriter("p.npz"),
-    "ReferencePredictive": lambda p: tus.callbacks.ReferencePredictive(reference(p)),
     "Rebasin": lambda p: tus.Rebasin(),
     "ScaleCanonicalization": lambda p: tus.ScaleCanonicalization(),
     "LastCheckpoint": lambda p: LastCheckpoint(),
@@ -201,11 +196,6 @@ def compact(folder: Path) -> Path:
         folder / "q.safetensors"
     )
     return folder / "q.safetensors"
-
-
-def reference(folder: Path) -> Path:
-    np.savez(folder / "p.npz", probs=np.full((4, 2), 0.5))
-    return folder / "p.npz"
 
 
 def test_every_public_name_is_called_or_exempt() -> None:

@@ -45,9 +45,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_is_there_is_listed(folder: Path) -> None:
-    small, wide = list_checkpoints(folder)
-    assert (small.folder, wide.folder) == ("small", "wide/run")
-    assert [Path(f).stem for f in small.files] == [f"net_{k}" for k in range(12)]
+    found = list_checkpoints(folder)
+    assert list(found) == ["small", "wide/run"]
+    assert [Path(f).stem for f in found["small"]] == [f"net_{k}" for k in range(12)]
 
 
 def test_a_folder_becomes_a_store(folder: Path, tmp_path: Path) -> None:
@@ -151,9 +151,8 @@ def numbers(store: published.SampleStore) -> list[int]:
 
 
 def test_archives_are_read_member_by_member(archives: Path, tmp_path: Path) -> None:
-    (found,) = list_checkpoints(archives)
-    assert found.folder == FOLDER and [Path(f).name for f in found.files] == [
-        "cifar100-resnet18-0-7.tgz", "cifar100-resnet18-8-11.tgz"]  # fmt: skip
+    names = ("cifar100-resnet18-0-7.tgz", "cifar100-resnet18-8-11.tgz")
+    assert list_checkpoints(archives) == {FOLDER: [f"{FOLDER}/{name}" for name in names]}
     store = collect_checkpoints(tmp_path / "out", archives, folder=FOLDER, per_shard=5)
     assert numbers(store) == list(range(12)) and store.chains == list(range(12))
     assert torch.equal(store[9]["fc.weight"], network(9, dtype=torch.float16)["fc.weight"])

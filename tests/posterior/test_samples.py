@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import SampleFileError, load_state, stack_states
+from tu_symmetry.states import SampleFileError, stack_states
 from tu_symmetry.states import unstack as unstack_states
 
 
@@ -148,7 +148,7 @@ def test_states_that_do_not_belong_are_refused(store: SampleStore) -> None:
             store.append(bad, step=99)
     with pytest.raises(ValueError, match=r"\(0, 20\)"):
         store.append(good, chain=0, step=20)
-    with pytest.raises(ValueError, match=r"2 steps, but .* one entry for each step"):
+    with pytest.raises(ValueError, match="one entry for each of 2 steps"):
         store.append(stack_states([good]), step=[50, 51])
     with pytest.raises(ValueError, match="sequence of steps"):
         store.append([good], step=50)
@@ -194,23 +194,3 @@ def test_opening_what_is_no_store(store: SampleStore, tmp_path: Path) -> None:
     assert len(SampleStore.open(store.folder, like=state(0))) == 6
     with pytest.raises(SampleFileError, match="is of another architecture than the state that was given"):
         SampleStore.open(store.folder, like=nn.Linear(2, 2).state_dict())
-
-
-@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".ckpt"])
-def test_load_state_reads_the_usual_checkpoints(tmp_path: Path, suffix: str) -> None:
-    plain = net().state_dict()
-    path = tmp_path / f"model{suffix}"
-    if suffix == ".safetensors":
-        save_file(plain, path)
-    elif suffix == ".pt":
-        torch.save(plain, path)
-    else:
-        wrapped = {f"model.{n}": t for n, t in plain.items()} | {"loss.weight": torch.ones(2)}
-        torch.save({"epoch": 1, "state_dict": wrapped, "hyper_parameters": {"lr": 0.1}}, path)
-    prefix = "model." if suffix == ".ckpt" else ""
-    assert same(load_state(path, prefix=prefix), dict(plain))
-    with pytest.raises(SampleFileError, match=r"starts with 'net\.'"):
-        load_state(path, prefix="net.")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(SampleFileError, match=rf"model\{suffix}.*truncated|model\{suffix}.*damaged"):
-        load_state(path)

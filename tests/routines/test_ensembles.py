@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
-from torch_uncertainty.models.mlp import mlp as tu_mlp
 from torch_uncertainty.routines import ClassificationRoutine
 
 from tu_symmetry.posterior.compact import CompactPosterior
@@ -101,29 +99,3 @@ def test_stored_samples_as_an_ensemble(data: tuple[Tensor, Tensor], tmp_path: Pa
         posterior_ensemble(tmp_path / "s", mlp(), num_samples=6)
     with pytest.raises(SampleFileError, match="another architecture"):
         posterior_ensemble(tmp_path / "s", nn.Linear(4, 3))
-
-
-def test_posterior_ensemble_in_yaml(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
-    nets = [tu_mlp(in_features=4, num_outputs=3, hidden_dims=[8]) for _ in range(3)]
-    q = CompactPosterior.from_states([n.state_dict() for n in nets], align=False)
-    q.save(tmp_path / "q.safetensors")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(ClassificationRoutine, "routine")
-    parser.add_argument("--config", action="config")
-    (tmp_path / "c.yaml").write_text(f"""
-routine:
-  num_classes: 3
-  is_ensemble: true
-  model:
-    class_path: tu_symmetry.routines.posterior_ensemble
-    init_args:
-      posterior: {tmp_path}/q.safetensors
-      num_samples: 5
-      seed: 7
-      model:
-        class_path: torch_uncertainty.models.mlp.mlp
-        init_args: {{in_features: 4, num_outputs: 3, hidden_dims: [8]}}
-""")
-    routine = parser.instantiate(parser.parse_args(["--config", str(tmp_path / "c.yaml")])).routine
-    expected = q.as_module(nets[0], 5, generator=torch.Generator().manual_seed(7))(data[0])
-    torch.testing.assert_close(routine(data[0]), expected)

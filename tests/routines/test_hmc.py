@@ -13,13 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pyro.ops.stats import effective_sample_size
 from scipy.signal import lfilter
 from torch import Tensor, nn
-from trainings import Kill, Killed, digits, digits_network, run_cli, trainer
+from trainings import Kill, Killed, digits, digits_network, trainer
 
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.hamiltonian import (
     HamiltonianChain,
-    RunningMoments,
     SignedSums,
     chain_diagnostics,
     estimated_sample_size,
@@ -43,7 +41,8 @@ def steps_of(folder: Path, steps: int, *callbacks: Callback, **options: Any) -> 
 
 
 def run(folder: Path, steps: int, ckpt: str | None = None, *callbacks: Callback, **options: Any) -> HMCRoutine:
-    routine = HMCRoutine(digits_network(), **(OPTIONS | {"samples": folder / "samples"} | options))
+    options = OPTIONS | {"samples": folder / "samples", "model": digits_network()} | options
+    routine = HMCRoutine(**options)
     steps_of(folder, steps, *callbacks).fit(routine, datamodule=data(), ckpt_path=ckpt)
     return routine
 
@@ -68,13 +67,9 @@ def test_the_chain_is_that_of_the_core(tmp_path: Path) -> None:
     assert store.steps == list(range(4, 12)) and store.metadata["method"] == "hmc"
     assert same(store.load(), expected)
     assert same({n: t[-1] for n, t in expected.items()}, dict(routine.model.state_dict()))
-    for name, mean in routine.moments.mean.items():
-        assert torch.allclose(mean, expected[name].double().mean(0), rtol=0, atol=1e-12)
-        std = routine.moments.std()[name]
-        assert torch.allclose(std, expected[name].double().std(0), rtol=1e-10, atol=1e-14)
 
 
-ADAPTING = {"adapt_step_size": True, "adapt_mass_matrix": True, "burn_in": 30, "step_size": 0.001}
+ADAPTING = {"adapt_step_size": True, "burn_in": 30, "step_size": 0.001}
 
 
 @pytest.mark.parametrize(
@@ -82,9 +77,9 @@ ADAPTING = {"adapt_step_size": True, "adapt_mass_matrix": True, "burn_in": 30, "
     [
         ({}, 2, 12),  # in the burn-in
         ({}, 8, 12),
-        ({"thinning": 2, "samples_per_file": 3}, 8, 13),
-        (ADAPTING, 20, 36),  # while step size and mass matrix adapt
-        ({"kernel": "nuts", "max_tree_depth": 3} | ADAPTING, 32, 36),
+        ({"samples_per_file": 3}, 8, 13),
+        (ADAPTING, 20, 36),  # while the step size adapts
+        (ADAPTING, 32, 36),
     ],
 )
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, options: dict[str, Any], cut: int, steps: int) -> None:
@@ -96,23 +91,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, options: dict[s
     assert same(dict(whole.model.state_dict()), dict(rest.model.state_dict()))
     a, b = (SampleStore.open(tmp_path / name / "samples") for name in ("whole", "cut"))
     assert a.steps == b.steps and same(a.load(), b.load())
-    assert whole.moments.count == rest.moments.count == steps - (options or OPTIONS).get("burn_in", 3)
-    for part in ("mean", "squares"):
-        assert same(getattr(whole.moments, part), getattr(rest.moments, part))
     assert torch.equal(torch.stack(whole._series), torch.stack(rest._series))
     assert whole.chain is not None and rest.chain is not None
     assert whole.chain._kernel.step_size == rest.chain._kernel.step_size
-
-
-def test_thinning_and_chains_share_a_store(tmp_path: Path) -> None:
-    run(tmp_path, 12, thinning=3)
-    run(tmp_path, 12, thinning=3, chain=1, seed=5)
-    store = SampleStore.open(tmp_path / "samples")
-    assert list(zip(store.chains, store.steps, strict=True)) == list(itertools.product((0, 1), (6, 9, 12)))
-    first, second = store[2], store[5]
-    assert not torch.equal(first["layers.0.weight"], second["layers.0.weight"])
-    with pytest.raises(FileExistsError, match=r"chain 1 of another run.*--ckpt_path"):
-        run(tmp_path, 4, chain=1)
 
 
 def test_the_stored_samples_are_the_ones_that_are_asked_for(tmp_path: Path) -> None:
@@ -124,20 +105,9 @@ def test_the_stored_samples_are_the_ones_that_are_asked_for(tmp_path: Path) -> N
     for wrong in ((3, 3, 1), (0, 3, 9), (-1, 4, 2)):
         with pytest.raises(ValueError, match="stored is"):
             run(tmp_path / "wrong", 2, stored=wrong)
-    with pytest.raises(ValueError, match="one of them"):
-        run(tmp_path / "wrong", 2, stored=(2, 8, 3), thinning=2)
 
 
-def test_what_is_kept_does_not_grow_with_the_chain(tmp_path: Path) -> None:
-    def size(steps: int) -> int:
-        saving = ModelCheckpoint(tmp_path / str(steps), filename="c", every_n_train_steps=steps)
-        run(tmp_path / str(steps), steps, None, saving, leapfrog_steps=1, samples=None, projections=2)
-        return Path(saving.best_model_path).stat().st_size
-
-    assert size(60) - size(20) < 40 * 3 * 8 + 2000  # three numbers a transition, whatever the network
-
-
-def test_moments_are_a_compact_posterior_with_tied_weights_and_buffers(tmp_path: Path) -> None:
+def test_tied_weights_buffers_and_two_chains_in_one_store(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -150,39 +120,42 @@ def test_moments_are_a_compact_posterior_with_tied_weights_and_buffers(tmp_path:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.b(self.a(x.flatten(1) - self.shift).tanh()))
 
-    routine = HMCRoutine(Tied(), **OPTIONS, moments=tmp_path / "m" / "moments.safetensors")
-    steps_of(tmp_path, 8).fit(routine, datamodule=data())
-    q = CompactPosterior.load(tmp_path / "m" / "moments.safetensors")
-    assert q.mean.keys() == Tied().state_dict().keys() and "shift" not in q.std
-    draw = q.sample(2, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(draw["a.weight"], draw["b.weight"]) and torch.equal(draw["shift"], torch.ones(2, 64))
-    assert q.metadata["networks"] == 5
-    with pytest.raises(FileExistsError, match="is there already"):
-        steps_of(tmp_path, 8).fit(
-            HMCRoutine(Tied(), **OPTIONS, moments=tmp_path / "m" / "moments.safetensors"), datamodule=data()
-        )
+    torch.manual_seed(0)
+    network = Tied()
+    for chain in (0, 1):
+        routine = HMCRoutine(network, **(OPTIONS | {"seed": chain}), chain=chain, samples=tmp_path / "samples")
+        steps_of(tmp_path, 8).fit(routine, datamodule=data())
+    store = SampleStore.open(tmp_path / "samples")
+    assert list(zip(store.chains, store.steps, strict=True)) == list(itertools.product((0, 1), range(4, 9)))
+    for state in store:
+        assert state.keys() == network.state_dict().keys()
+        assert torch.equal(state["a.weight"], state["b.weight"]) and torch.equal(state["shift"], torch.ones(64))
+    assert not torch.equal(store[4]["a.weight"], store[9]["a.weight"])
+    with pytest.raises(FileExistsError, match=r"chain 1 of another run.*--ckpt_path"):
+        run(tmp_path, 4, chain=1, model=network)
+
+
+def test_what_is_kept_does_not_grow_with_the_chain(tmp_path: Path) -> None:
+    def size(steps: int) -> int:
+        saving = ModelCheckpoint(tmp_path / str(steps), filename="c", every_n_train_steps=steps)
+        run(tmp_path / str(steps), steps, None, saving, leapfrog_steps=1, samples=None)
+        return Path(saving.best_model_path).stat().st_size
+
+    assert size(60) - size(20) < 40 * 17 * 8 + 2000  # 17 numbers a transition, whatever the network
 
 
 def test_adaptation_reaches_the_acceptance_asked_for() -> None:
     module = data()
     module.setup("fit")
     posterior = BayesianNetwork(digits_network(), module.train.x, module.train.y, 1.0, categorical_nll, "cpu")
-    chain = HamiltonianChain(
-        posterior, step_size=1e-3, leapfrog_steps=10, warmup=60, adapt_step_size=True, target_acceptance=0.7, seed=1
-    )
+    chain = HamiltonianChain(posterior, step_size=1e-3, leapfrog_steps=10, warmup=60, adapt_step_size=True, seed=1)
     made = [chain.step() for _ in range(120)][60:]
     assert made[0].step_size > 5e-3 and len({t.step_size for t in made}) == 1
-    assert 0.5 < sum(t.acceptance for t in made) / 60 < 0.95
+    assert 0.6 < sum(t.acceptance for t in made) / 60 < 0.97
 
 
-def test_moments_and_projections_of_planted_states(generator: torch.Generator) -> None:
-    states = 5 + torch.randn(50, 7, 3, generator=generator, dtype=torch.float64) * 2
-    moments = RunningMoments()
-    for state in states:
-        moments.update({"w": state})
-    assert torch.allclose(moments.mean["w"], states.mean(0), atol=1e-13)
-    assert torch.allclose(moments.std()["w"], states.std(0), atol=1e-13)
-    project = SignedSums({"w": states[0], "b": torch.zeros(4)}, 5, seed=0)
+def test_projections_are_orthonormal() -> None:
+    project = SignedSums({"w": torch.zeros(7, 3), "b": torch.zeros(4)}, 5, seed=0)
     basis = torch.stack([project({"w": e[:21].view(7, 3), "b": e[21:]}) for e in torch.eye(25)], dim=1)
     assert torch.allclose(basis @ basis.T, torch.eye(5), atol=1e-6)
     assert SignedSums({"b": torch.zeros(4)}, 16, seed=0)({"b": torch.ones(4)}).abs().tolist() == [1.0] * 4
@@ -224,49 +197,13 @@ def test_says_what_is_wrong(tmp_path: Path) -> None:
     routine = HMCRoutine(digits_network(), **OPTIONS)
     with pytest.raises(ValueError, match=r"comes in 2 batches.*batch_size: full"):
         steps_of(tmp_path, 2).fit(routine, datamodule=DigitsDataModule(batch_size=50, train_size=100))
-    with pytest.raises(ValueError, match="the batch has 50 of 100 points"):
+    with pytest.raises(ValueError, match="this one has 50 of 100 points"):
         limited = steps_of(tmp_path, 2, limit_train_batches=1)
         limited.fit(HMCRoutine(digits_network(), **OPTIONS), datamodule=DigitsDataModule(batch_size=50, train_size=100))
     with pytest.raises(ValueError, match="reduction='sum'"):
         HMCRoutine(digits_network(), nll=nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match="during the warm-up only"):
+    with pytest.raises(ValueError, match="adapts during the warm-up"):
         steps_of(tmp_path, 2).fit(HMCRoutine(digits_network(), burn_in=0, adapt_step_size=True), datamodule=data())
-
-
-YAML = """
-seed_everything: 0
-trainer: {{accelerator: cpu, devices: 1, max_steps: 6, enable_progress_bar: false, limit_val_batches: 0,
-          enable_model_summary: false,
-          logger: {{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {{save_dir: {folder}}}}},
-          callbacks: [{{class_path: lightning.pytorch.callbacks.ModelCheckpoint,
-                        init_args: {{dirpath: {folder}, save_last: true}}}}]}}
-{key}:
-  class_path: tu_symmetry.routines.HMCRoutine
-  init_args:
-    step_size: 0.01
-    leapfrog_steps: 4
-    burn_in: 2
-    thinning: 2
-    diagnostics_every: 4
-    samples: {folder}/samples
-    nll: {{class_path: torch.nn.CrossEntropyLoss, init_args: {{reduction: sum}}}}
-    model:
-      class_path: tu_symmetry.tables.models.MLP
-      init_args: {{in_features: 64, num_classes: 10, hidden: [8]}}
-data:
-  class_path: tu_symmetry.datamodules.DigitsDataModule
-  init_args: {{batch_size: full, train_size: 200, resident: true}}
-"""
-
-
-@pytest.mark.parametrize("tu", [False, True])
-def test_from_yaml(tmp_path: Path, tu: bool) -> None:
-    text = YAML.format(folder=tmp_path, key="routine" if tu else "model")
-    list(run_cli(tmp_path, text, uncertainty=tu))
-    (cli,) = run_cli(tmp_path, text, "--trainer.max_steps=10", "--ckpt_path=last", uncertainty=tu)
-    assert cli.model.chain.transitions == 10
-    assert SampleStore.open(tmp_path / "samples").steps == [4, 6, 8, 10]
-    assert cli.model.kernel_options["leapfrog_steps"] == 4
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])

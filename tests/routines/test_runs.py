@@ -12,8 +12,9 @@ from trainings import Kill, Killed, digits_network, trainer
 
 from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, PosteriorSnapshots
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.posterior.samples import RunMark, SampleFileError, SampleStore
+from tu_symmetry.posterior.samples import RunMark, SampleStore
 from tu_symmetry.routines import HMCRoutine, MembersRoutine, VariationalRoutine
+from tu_symmetry.states import SampleFileError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ("hmc", "snapshots")

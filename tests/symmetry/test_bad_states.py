@@ -108,7 +108,6 @@ ONE: dict[str, Callable[[State], Any]] = {
     "remove_symmetries reference": lambda s: tus.remove_symmetries(graph(), state(1), reference=s),
     "CompactPosterior.from_states": lambda s: tus.CompactPosterior.from_states([state(1), s], graph()),
     "CompactPosterior.from_states q_d": lambda s: tus.CompactPosterior.from_states([state(1), s], graph(), align=False),
-    "from_states without graph": lambda s: tus.CompactPosterior.from_states([state(1), s], align=False, buffers=()),
     "interpolate": lambda s: barrier.interpolate(state(1), s, 0.5),
     "interpolate from": lambda s: barrier.interpolate(s, state(1), 0.5),
     "mean_loss": lambda s: barrier.mean_loss(MODEL, s, loader(), F.cross_entropy),

@@ -5,7 +5,5 @@ from .draws import TrueTemperature as TrueTemperature
 from .laplace import FitLaplace as FitLaplace
 from .progress import ProgressLines as ProgressLines
 from .rebasin import Rebasin as Rebasin
-from .reference import PredictiveWriter as PredictiveWriter
-from .reference import ReferencePredictive as ReferencePredictive
 from .scale import ScaleCanonicalization as ScaleCanonicalization
 from .snapshots import PosteriorSnapshots as PosteriorSnapshots

@@ -1,20 +1,10 @@
-"""What callbacks that act on a network by its symmetries share: which network, its graph, and who does the work.
-
-A subclass says how it acts (:meth:`~SymmetryCallback.act`) and what it needs of the symmetries
-(:meth:`~SymmetryCallback.check_graph`). Everything around it is here, once::
-
-    setup                 a new run starts with an empty history (ScheduledCallback)
-    on_fit_start          the networks are found and compared; what cannot be done is refused before the first step
-    on_train_start        the symmetries are discovered, if an example input is known,
-    on_train_batch_start  else with the first batch; two callbacks of one trainer on one network discover them once
-    act                   rank 0 computes and tells the others; what belongs to the weights follows them in place
-"""
+"""What callbacks that act on a network by its symmetries share: which network, its graph, and who does the work."""
 
 from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar
 
 import torch
@@ -31,10 +21,10 @@ from tu_symmetry.callbacks.members import (
     find_members,
     mirrored_modules,
     require_whole_weights,
-    resolve_modules,
     swag_statistics,
 )
 from tu_symmetry.callbacks.schedule import ScheduledCallback
+from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -52,6 +42,9 @@ class Followers(TypedDict):
 class SymmetryCallback(ScheduledCallback):
     """Acts on networks by their symmetries, at an interval, without touching the global random streams.
 
+    The networks are found and compared before the first step; the symmetries are discovered when training starts, or
+    with the first batch. Rank 0 computes and tells the others.
+
     Args:
         members: where the networks are: an attribute path or a callable of the LightningModule. Default: the
             ``core_models`` of TorchUncertainty's deep ensembles, else the routine's ``model`` without averaging
@@ -63,17 +56,10 @@ class SymmetryCallback(ScheduledCallback):
         example_input: an input of one network, to discover the symmetries with. Default: the LightningModule's
             ``example_input_array``, else the first batch of training (its first tensor).
         graph: the networks' symmetry graph, instead of discovering it.
-        averages: further copies of the weights that must follow in place: attribute paths or callables as for
-            ``members``, each finding as many modules as there are networks.
         prefix: first part of the logged names.
-
-    Attributes:
-        history: one record for each time it acted; part of the checkpoint.
-        graph: the symmetry graph, once it is known.
-
-    Raises:
-        ValueError: contradictory arguments.
     """
+
+    least_networks = 1
 
     def __init__(
         self,
@@ -85,25 +71,15 @@ class SymmetryCallback(ScheduledCallback):
         in_place: bool = False,
         example_input: Tensor | tuple[Any, ...] | None = None,
         graph: SymmetryGraph | None = None,
-        averages: Sequence[ModuleSource] = (),
         prefix: str,
     ) -> None:
         self._given_graph = graph
         super().__init__(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, at_end=at_end)
-        self.members = members
-        self.in_place = in_place
-        self.example_input = example_input
-        self.averages = tuple(averages)
-        self.prefix = prefix
+        self.members, self.in_place, self.example_input, self.prefix = members, in_place, example_input, prefix
 
     @abstractmethod
     def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
         """Raise a ``SymmetryError`` if there is nothing to do for a network with these symmetries."""
-
-    @property
-    def single(self) -> bool | None:
-        """True to follow one network, False for the members of an ensemble, None for whichever there is."""
-        return None
 
     @property
     def state_key(self) -> str:
@@ -116,7 +92,7 @@ class SymmetryCallback(ScheduledCallback):
         self.graph: SymmetryGraph | None = self._given_graph
         self.history: list[dict[str, Any]] = []
         self._seen_input: tuple[Any, ...] | None = None
-        self._noticed: set[str] = set()
+        self._noticed = False
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the schedule, the history, and the example input."""
@@ -129,41 +105,30 @@ class SymmetryCallback(ScheduledCallback):
         self._seen_input = state_dict["example_input"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check everything that can be checked before the first step.
-
-        Raises:
-            ValueError: no network, too few, or of different architectures; averages that do not match them; weights
-                sharded over processes.
-        """
+        """Check everything that can be checked before the first step."""
         require_whole_weights(trainer)
-        members = self.networks(pl_module)
-        check_same_architecture(members)
-        if self.in_place:
-            for i, _ in enumerate(members):
-                list(self._mirrors(trainer, pl_module, members, i))
+        check_same_architecture(self.networks(pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Discover the symmetries if an input is known."""
         if self._example(pl_module) is not None:
-            self._discover(pl_module, trainer)
+            self._discover(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Discover the symmetries with the first batch, if no input was given."""
         if self.graph is None:
             self._seen_input = example_from(batch)
-            self._discover(pl_module, trainer)
+            self._discover(pl_module)
 
     def networks(self, pl_module: LightningModule) -> list[nn.Module]:
         """The networks that this callback acts on."""
-        return find_members(pl_module, self.members, single=self.single)
+        return find_members(pl_module, self.members, least=self.least_networks)
 
-    def followers(
-        self, trainer: Trainer, pl_module: LightningModule, members: list[nn.Module], index: int
-    ) -> Followers:
+    def followers(self, trainer: Trainer, pl_module: LightningModule, network: nn.Module) -> Followers:
         """Averages, SWAG statistics and optimizers that have to follow the weights of one network in place."""
         return {
-            "mirrors": list(self._mirrors(trainer, pl_module, members, index)),
-            "swag": list(swag_statistics(pl_module, members[index])),
+            "mirrors": list(mirrored_modules(trainer, pl_module, network)),
+            "swag": list(swag_statistics(pl_module, network)),
             "optimizers": list(trainer.optimizers),
         }
 
@@ -183,11 +148,11 @@ class SymmetryCallback(ScheduledCallback):
         assert found is not None
         return found
 
-    def notice(self, text: str, category: type[Warning] = UserWarning) -> None:
-        """Warn once in a run, however often the callback acts."""
-        if text not in self._noticed:
-            self._noticed.add(text)
-            warnings.warn(text, category, stacklevel=3)
+    def say_uncertified(self, why: str) -> None:
+        """Warn, once in a run, that what is done to the weights is not measured."""
+        if not self._noticed:
+            self._noticed = True
+            warnings.warn(f"{type(self).__name__} is not certified: {why}", UncertifiedWarning, stacklevel=3)
 
     def log_scalars(
         self, trainer: Trainer, pl_module: LightningModule, scalars: Mapping[str, float], hook: str
@@ -214,54 +179,23 @@ class SymmetryCallback(ScheduledCallback):
             )
         return tuple(given) if isinstance(given, (tuple, list)) else (given,)
 
-    def _discover(self, pl_module: LightningModule, trainer: Trainer | None = None) -> SymmetryGraph:
+    def _discover(self, pl_module: LightningModule) -> SymmetryGraph:
         if self.graph is not None:
             return self.graph
         network = self.networks(pl_module)[0]
-        graph = None if trainer is None else self._discovered_by_another(trainer, pl_module, network)
-        if graph is None:
-            example = self._example(pl_module)
-            if example is None:
-                raise ValueError(
-                    "no example input to discover the symmetries with: no training batch was seen; give "
-                    f"{type(self).__name__}(example_input=...), or set example_input_array in the LightningModule"
-                )
-            copied = copy_of(network).to(device="cpu")
-            if any(t.dtype in (torch.float16, torch.bfloat16) for t in copied.state_dict().values()):
-                copied = copied.to(torch.float32)
-            dtype = next((p.dtype for p in copied.parameters()), torch.float32)
-            with isolate_rng(include_cuda=False):
-                graph = discover_symmetries(copied, tuple(as_input(x, dtype) for x in example))
-                graph.require_verified()
+        example = self._example(pl_module)
+        if example is None:
+            raise ValueError(
+                "no example input to discover the symmetries with: no training batch was seen; give "
+                f"{type(self).__name__}(example_input=...), or set example_input_array in the LightningModule"
+            )
+        copied = copy_of(network).to(device="cpu")
+        if any(t.dtype in (torch.float16, torch.bfloat16) for t in copied.state_dict().values()):
+            copied = copied.to(torch.float32)
+        dtype = next((p.dtype for p in copied.parameters()), torch.float32)
+        with isolate_rng(include_cuda=False):
+            graph = discover_symmetries(copied, tuple(as_input(x, dtype) for x in example))
+            graph.require_verified()
         self.check_graph(graph, network)
         self.graph = graph
         return graph
-
-    def _discovered_by_another(
-        self, trainer: Trainer, pl_module: LightningModule, network: nn.Module
-    ) -> SymmetryGraph | None:
-        """The graph that another callback of this run has discovered for the same network with the same input."""
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if (
-                isinstance(other, SymmetryCallback)
-                and other is not self
-                and other.graph is not None
-                and other._given_graph is None
-                and other.example_input is self.example_input
-                and other.networks(pl_module)[0] is network
-            ):
-                return other.graph
-        return None
-
-    def _mirrors(
-        self, trainer: Trainer, pl_module: LightningModule, members: list[nn.Module], index: int
-    ) -> Iterator[nn.Module]:
-        yield from mirrored_modules(trainer, pl_module, members[index])
-        for source in self.averages:
-            copies = resolve_modules(source, pl_module, argument="averages")
-            if len(copies) != len(members):
-                raise ValueError(
-                    f"averages={source!r} finds {len(copies)} modules, but there are {len(members)} networks"
-                )
-            check_same_architecture([members[index], copies[index]])
-            yield copies[index]

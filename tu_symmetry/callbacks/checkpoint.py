@@ -32,19 +32,15 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt``: at most ``every_seconds`` old, and written when training ends or is cut.
 
     ``--ckpt_path last`` resumes from it, and the run then gives the numbers of one that was not interrupted, bit for
-    bit where the device's kernels are deterministic. Lightning's ``ModelCheckpoint(save_last=True)`` does not:
-
-    * It saves an epoch that ``max_time`` or ``max_steps`` cuts as done. Here it is saved before its end hooks.
-    * It saves a whole epoch before what callbacks do at its end. Here it is saved after all of that.
-    * With manual optimization it takes no interval of time.
-    * It keeps no global random states (here in runs of one process), no counts of an optimizer outside of its
-      ``state_dict`` (the burn-in of TorchUncertainty's ``SGHMC``), and not what was logged before the cut.
-    * It copies the file where temporary files are on another disk, so that a kill leaves half of it.
-    * It rounds weights to float32 on their way back with ``precision: 64-true``.
+    bit where the device's kernels are deterministic. What Lightning's ``ModelCheckpoint(save_last=True)`` lacks for
+    that: an epoch that ``max_time`` or ``max_steps`` cuts is saved before its end hooks, a whole one after all of them;
+    manual optimization is saved by time, too; global random states (in runs of one process), counts of an optimizer
+    outside of its ``state_dict`` and what was logged before the cut are kept; the file is there whole or not at all;
+    and weights in double precision are not rounded on their way back.
 
     In the middle of an epoch a checkpoint is written only where the training loader keeps its place (``state_dict``
     and ``load_state_dict``, as the loaders of this package and of torchdata do), and where no gradients are being
-    accumulated. With other loaders, TorchUncertainty's for example, it is written at the end of an epoch only.
+    accumulated. With other loaders it is written at the end of an epoch only.
 
     Give the length of a run as ``max_epochs`` where you can: Lightning 2.6 counts one epoch too few after a run of
     ``max_steps`` is resumed at the end of an epoch, so such a run is saved within its epochs if these have several
@@ -53,9 +49,6 @@ class LastCheckpoint(ModelCheckpoint):
     Args:
         dirpath: folder of the file; ``checkpoints`` in ``default_root_dir`` of the trainer by default.
         every_seconds: seconds between two checkpoints; 0 for every batch.
-
-    Raises:
-        ValueError: a negative number of seconds.
     """
 
     def __init__(self, dirpath: str | Path | None = None, every_seconds: float = 30.0) -> None:
@@ -112,12 +105,7 @@ class LastCheckpoint(ModelCheckpoint):
             self.consider(trainer, ends=ends)
 
     def consider(self, trainer: Trainer, *, ends: bool) -> None:
-        """Save if it is time, at a point from which a run can be resumed.
-
-        Args:
-            trainer: the trainer of the run.
-            ends: whether training ends at this point.
-        """
+        """Save if it is time, or if training ends, at a point from which a run can be resumed."""
         due = time.monotonic() - self._saved_at >= self.every_seconds
         if trainer.world_size > 1:
             due = trainer.strategy.broadcast(due)

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
 from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.callbacks.members import (
@@ -20,15 +19,14 @@ from tu_symmetry.callbacks.members import (
     copy_of,
     detached_state,
     example_from,
-    find_members,
     on_training_device,
     require_whole_weights,
+    trained_networks,
 )
 from tu_symmetry.callbacks.training_data import in_precision, plain_training_loader
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines.members import MembersRoutine
 from tu_symmetry.states import evenly
 from tu_symmetry.symmetry.discovery import discover_symmetries
 
@@ -49,19 +47,9 @@ class FitCompactPosterior(Callback):
         num_samples: number of stored samples that are used, evenly spaced; None for all.
         members: where this run's networks are, as for :class:`~tu_symmetry.callbacks.Rebasin`.
         match_on: match units by ``weights``, or by ``activations`` on the training data.
-        reference: what the networks are aligned to, see :func:`tu_symmetry.align`.
-        rank: rank of the low-rank part of both posteriors.
-        train_data: loader or data set for the activations and for the example input; by default that of this run,
-            in order and without augmentation.
-        batch_size: size of the activations' batches; by default that of the loader.
 
     Attributes:
-        alignment: the alignment, after the fit.
-        q_d_posterior: the posterior as it is, after the fit.
-        q_r_posterior: the aligned posterior, after the fit.
-
-    Raises:
-        ValueError: no file is given at all, or arguments out of range.
+        alignment: the alignment to the first network, after the fit.
     """
 
     def __init__(
@@ -73,40 +61,23 @@ class FitCompactPosterior(Callback):
         num_samples: int | None = None,
         members: ModuleSource | None = None,
         match_on: Literal["weights", "activations"] = "weights",
-        reference: Literal["first", "medoid", "mean", "universe"] = "first",
-        rank: int = 0,
-        train_data: DataLoader[Any] | Dataset[Any] | None = None,
-        batch_size: int | None = None,
     ) -> None:
         super().__init__()
         if q_r is None and q_d is None:
             raise ValueError("FitCompactPosterior has nothing to write: give q_r, q_d or both")
         if match_on not in ("weights", "activations"):
             raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
-        require_numbers(num_samples=num_samples, rank=rank, batch_size=batch_size)
+        require_numbers(num_samples=num_samples)
         if num_samples is not None and num_samples < 2:
             raise ValueError(f"a posterior needs at least two networks, got num_samples={num_samples}")
         self.q_r = None if q_r is None else Path(q_r)
         self.q_d = None if q_d is None else Path(q_d)
         self.samples = None if samples is None else Path(samples)
-        self.num_samples = num_samples
-        self.members = members
-        self.match_on = match_on
-        self.reference = reference
-        self.rank = rank
-        self.train_data = train_data
-        self.batch_size = batch_size
+        self.num_samples, self.members, self.match_on = num_samples, members, match_on
         self.alignment: Alignment[Any] | None = None
-        self.q_d_posterior: CompactPosterior | None = None
-        self.q_r_posterior: CompactPosterior | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check what would fail at the end.
-
-        Raises:
-            ValueError: no networks, a single one, or of different architectures; weights sharded over processes.
-            FileExistsError: a file that is there already, in a run that is not resumed.
-        """
+        """Check what would fail at the end."""
         require_whole_weights(trainer)
         networks = trained_networks(pl_module, self.members)
         check_same_architecture(networks)
@@ -128,32 +99,27 @@ class FitCompactPosterior(Callback):
     def _fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         networks = trained_networks(pl_module, self.members)
         states = self._states(networks, pl_module.device)
-        plain = plain_training_loader(trainer, pl_module, self.train_data, batch_size=self.batch_size)
-        loader = in_precision(plain, trainer)
+        loader = in_precision(plain_training_loader(trainer, pl_module), trainer)
         copied = copy_of(networks[0])
         dtype = next(copied.parameters()).dtype
         example = tuple(as_input(x, dtype) for x in example_from(next(iter(loader))))
         graph = discover_symmetries(copied.cpu(), example)
         found: dict[str, float] = {}
         if self.q_d is not None:
-            self.q_d_posterior = CompactPosterior.from_states(states, graph, align=False, rank=self.rank)
-            found["sigma_q_d"] = _root_mean_square(self.q_d_posterior)
+            q_d = CompactPosterior.from_states(states, graph, align=False)
+            q_d.save(self.q_d)
+            found["sigma_q_d"] = _root_mean_square(q_d)
         if self.q_r is not None:
             data: dict[str, Any] = {}
             if self.match_on == "activations":
                 data = {"model": copied.to(pl_module.device), "dataloader": loader}
-            self.alignment = align(graph, states, reference=self.reference, match_on=self.match_on, **data)
-            q = CompactPosterior.from_states(self.alignment.states, graph, align=False, rank=self.rank)
+            self.alignment = align(graph, states, match_on=self.match_on, **data)
             counts = self.alignment.transpositions
-            moved = [n for i, n in enumerate(counts) if i != self.alignment.reference]
-            q.metadata |= {"aligned": True, "match_on": self.match_on, "reference": self.reference}
-            q.metadata["transpositions"] = list(counts)
-            self.q_r_posterior = q
-            found |= {"sigma_q_r": _root_mean_square(q), "NoT": sum(moved) / len(moved)}
-        for path, posterior in ((self.q_d, self.q_d_posterior), (self.q_r, self.q_r_posterior)):
-            if path is not None and posterior is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                posterior.save(path)
+            q_r = CompactPosterior.from_states(self.alignment.states, graph, align=False)
+            q_r.metadata |= {"aligned": True, "match_on": self.match_on, "reference": "first"}
+            q_r.metadata["transpositions"] = list(counts)
+            q_r.save(self.q_r)
+            found |= {"sigma_q_r": _root_mean_square(q_r), "NoT": sum(counts[1:]) / (len(counts) - 1)}
         rank_zero_info(
             "compact posterior of %d networks: %s", len(states), ", ".join(f"{n} {v:.4g}" for n, v in found.items())
         )
@@ -168,13 +134,6 @@ class FitCompactPosterior(Callback):
         if not 2 <= count <= len(store):
             raise ValueError(f"{self.samples} holds {len(store)} samples, {count} are wanted; at least two are needed")
         return [{name: t.to(device) for name, t in store[i].items()} for i in evenly(len(store), count)]
-
-
-def trained_networks(pl_module: LightningModule, source: ModuleSource | None) -> list[nn.Module]:
-    """The networks of a routine: copies of the members trained at once, else what :func:`find_members` finds."""
-    if source is None and isinstance(pl_module, MembersRoutine):
-        return [pl_module.member(i) for i in range(pl_module.num_members)]
-    return find_members(pl_module, source)
 
 
 def _root_mean_square(posterior: CompactPosterior) -> float:

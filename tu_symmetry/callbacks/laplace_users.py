@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -11,8 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import nn
 
-from tu_symmetry import plot
-from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import ModuleSource, network_of, resolve_modules
 from tu_symmetry.laplace.checks import made_in_inference_mode
 from tu_symmetry.laplace.likelihood import (
@@ -144,7 +141,7 @@ def log_scalars(
     evidence: Sequence[EvidenceResult],
     calibrations: Sequence[Calibration],
 ) -> None:
-    """Scalars, means where there are several networks, and the figure of the precisions."""
+    """Scalars, means where there are several networks."""
     found: dict[str, list[float]] = {
         "gamma": [sum(row.gamma for row in la.report()) for la in laplaces],
         "log_evidence": [result.log_marginal_likelihood for result in evidence],
@@ -157,12 +154,6 @@ def log_scalars(
     for logger in trainer.loggers:
         logger.log_metrics(scalars, step=trainer.global_step)
         logger.save()
-    names, many = laplaces[0].prior_groups.names, len(laplaces) > 1
-    alike = all(la.prior_groups.names == names for la in laplaces)  # members of one architecture
-    if alike and not laplaces[0].prior_groups.weights:  # no figure has room for a bar for each weight
-        values = {f"member {k}" if many else "lambda": la.log_precision.exp().tolist() for k, la in enumerate(laplaces)}
-        draw = partial(plot.bars, values, names, ylabel="prior precision", log=True)
-        log_figure(trainer, "laplace/precisions", draw)
 
 
 def say(

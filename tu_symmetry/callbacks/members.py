@@ -1,4 +1,4 @@
-"""Where in a LightningModule the members of an ensemble live, and the averages of weights that mirror them."""
+"""Where in a LightningModule the networks are, and the averages of weights that mirror them."""
 
 from __future__ import annotations
 
@@ -15,23 +15,13 @@ from torch import Tensor, nn
 
 from tu_symmetry import modules
 from tu_symmetry.modules import AVERAGES, uncompiled
+from tu_symmetry.routines.members import MembersRoutine
 
 ModuleSource = str | Callable[[LightningModule], Any]
 
 
 def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argument: str) -> list[nn.Module]:
-    """The modules that an attribute path (``"model.core_models"``) or a callable finds in ``pl_module``.
-
-    Args:
-        source: attribute path from the LightningModule, or a callable that takes it; either yields one module or a
-            sequence of modules (a ``ModuleList``, list or tuple).
-        pl_module: where to look.
-        argument: name of the callback's argument, for errors.
-
-    Raises:
-        ValueError: if the path leads nowhere.
-        TypeError: if what is found is neither a module nor a sequence of modules.
-    """
+    """The modules that an attribute path (``"model.core_models"``) or a callable finds in ``pl_module``."""
     if callable(source):
         found = source(pl_module)
     else:
@@ -55,62 +45,40 @@ def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argumen
     return [uncompiled(m) for m in modules]
 
 
-def find_members(
-    pl_module: LightningModule, source: ModuleSource | None, *, single: bool | None = None
-) -> list[nn.Module]:
-    """The networks that a callback works on.
+def find_members(pl_module: LightningModule, source: ModuleSource | None, *, least: int = 1) -> list[nn.Module]:
+    """The networks that a callback works on, at least so many.
 
     Without a source: the first ``core_models`` list anywhere in the module (TorchUncertainty's deep ensembles, also
-    inside its EMA or SWA wrappers), or, with ``single``, the network of the routine without those wrappers.
-
-    Args:
-        pl_module: the routine that is trained.
-        source: attribute path or callable, or None.
-        single: True where one network is meant (snapshots of one run), False for the members of an ensemble, None for
-            whichever there is.
-
-    Raises:
-        ValueError: if nothing is found, or another number of modules than asked for.
+    inside its EMA or SWA wrappers), or the network of the routine without those wrappers.
     """
-    container = None if single else _core_models(pl_module)
-    if source is None and container is not None:
+    container = _core_models(pl_module)
+    if source is not None:
+        members = resolve_modules(source, pl_module, argument="members")
+    elif container is not None:
         members = [uncompiled(m) for m in container]
-    elif source is None:
-        if single is False:
-            raise ValueError(
-                f"no ensemble was found in {type(pl_module).__name__}: nothing in it is called 'core_models' as in "
-                "torch_uncertainty.methods.deep_ensembles. Say where the members are, for example "
-                "members='model.networks' or members=lambda module: module.networks; for snapshots of a single "
-                "network use reference='first' or reference='previous'"
-            )
+    else:
         network = network_of(pl_module, argument="members")
         while isinstance(inner := getattr(network, "core_model", None), nn.Module):
             network = inner
         members = [uncompiled(network)]
-    else:
-        members = resolve_modules(source, pl_module, argument="members")
-    if single and len(members) != 1:
-        raise ValueError(f"snapshots follow one network, but {len(members)} were found; point members= at one of them")
-    if single is False and len(members) < 2:
+    if len(members) < least:
         raise ValueError(
-            "an ensemble with a single member has nothing to align; use reference='first' or reference='previous' "
-            "to align snapshots of one network along its run"
+            f"{len(members)} network was found in {type(pl_module).__name__}, and {least} are needed: TorchUncertainty "
+            "calls them 'core_models'; say where yours are, for example members='model.networks' or "
+            "members=lambda module: module.networks"
         )
     return members
 
 
+def trained_networks(pl_module: LightningModule, source: ModuleSource | None) -> list[nn.Module]:
+    """To read weights from: copies of the members of a ``MembersRoutine``, else what :func:`find_members` finds."""
+    if source is None and isinstance(pl_module, MembersRoutine):
+        return [pl_module.member(i) for i in range(pl_module.num_members)]
+    return find_members(pl_module, source)
+
+
 def network_of(pl_module: LightningModule, *, argument: str) -> nn.Module:
-    """The network that a LightningModule trains: its ``model``, or else its only submodule with weights.
-
-    A LightningModule without submodules, whose weights are its own, is the network itself.
-
-    Args:
-        pl_module: where to look.
-        argument: name of the callback's argument that says it otherwise, for errors.
-
-    Raises:
-        ValueError: several submodules have weights, or none, or there are weights beside the only one.
-    """
+    """The network that a LightningModule trains: its ``model``, or else its only submodule with weights."""
 
     def advice(attribute: str) -> str:
         return f"{argument}={attribute!r}, or {argument}=lambda module: module for all of them as one"
@@ -146,9 +114,6 @@ def on_training_device(trainer: Trainer, pl_module: LightningModule) -> Iterator
     """The LightningModule on the device of the training, from which Lightning takes it before ``on_fit_end``.
 
     What is drawn meanwhile, by loaders for one, leaves the global random states as they were.
-
-    What is fitted to the weights of a run has to wait for ``on_fit_end``: in ``on_train_end`` a weight average of a
-    callback that stands later in the list has not taken the network's place yet.
     """
     before = pl_module.device
     pl_module.to(trainer.strategy.root_device)
@@ -168,8 +133,7 @@ def check_same_architecture(members: list[nn.Module]) -> None:
             if reference.get(name) != signature.get(name):
                 raise ValueError(
                     f"members 0 and {i} have different architectures: {name!r} is {reference.get(name, 'missing')} in "
-                    f"member 0 and {signature.get(name, 'missing')} in member {i}; only copies of one architecture "
-                    "can be aligned"
+                    f"member 0 and {signature.get(name, 'missing')} in member {i}"
                 )
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from tu_symmetry import plot
 from tu_symmetry.callbacks.base import SymmetryCallback
-from tu_symmetry.callbacks.figures import log_figure
 from tu_symmetry.callbacks.members import ModuleSource, detached_state
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.masses import counted_parameters
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import scale_in_place
@@ -26,36 +23,18 @@ class ScaleCanonicalization(SymmetryCallback):
 
     The mass is the squared L2 norm of the weights; its minimum over all rescalings that leave the function unchanged is
     the representation cost of arXiv 2310.08287, section 6. To every logger of the trainer go, as plain scalars,
+    ``scale/mass``, ``scale/minimal_mass`` and ``scale/ratio``, the first over the second. The members of an ensemble
+    are treated one by one: the names then end in ``_i``, and the name without it is the mean.
 
-    * ``scale/mass``, ``scale/minimal_mass`` and ``scale/ratio``, the first over the second;
+    With ``in_place=True`` the weights are brought into canonical scale where they are, together with buffers (running
+    statistics), gradients, averages of the weights and the optimizers' state. Where a weight is multiplied by ``c``,
+    gradients, momenta and first moments are divided by ``c``, second moments by ``c**2``. *The training trajectory is
+    not invariant*: read in the old coordinates ``w = w' / c``, the next steps of SGD are those of the learning rate
+    ``lr / c**2``, those of Adam of ``lr / c`` and ``eps * c``, weight by weight; and ``weight_decay`` penalizes the new
+    weights, which is the point of least mass.
 
-    and to loggers of images (TensorBoard, Weights & Biases, MLflow, Comet) a figure of what each module holds of both.
-    The members of an ensemble are treated one by one: the names then end in ``_i``, and the name without it is the
-    mean. The same numbers are kept in :attr:`history`, which is part of the checkpoint.
-
-    **In place.** With ``in_place=True`` the weights are brought into canonical scale where they are, together with
-    buffers (running statistics), gradients, averages of the weights and the optimizers' state. Where a weight is
-    multiplied by ``c``, gradients, momenta and first moments are divided by ``c``, second moments by ``c**2``.
-
-    *The training trajectory is not invariant*. What holds exactly for the next steps, read in the old coordinates
-    ``w = w' / c``:
-
-    * SGD, with or without momentum: the step is that of the learning rate ``lr / c**2``, weight by weight, with the
-      same momentum buffer. Rescaling ``lr`` by ``c**2`` and ``weight_decay`` by ``1 / c**2`` would undo the change.
-    * Adam and AMSGrad: the step is that of ``lr / c`` and ``eps * c``. Rescaling ``lr`` by ``c``, ``eps`` by ``1 / c``
-      and ``weight_decay`` by ``1 / c**2`` (with AdamW, whose decay is decoupled, by ``1 / c``) would undo the change.
-    * Without those changes ``weight_decay`` penalizes the new weights, which is another objective: that is the point of
-      least mass. Clipping by the gradient's norm sees another norm.
-
-    The outputs on the example input are measured before and after (``output_change`` in the history, see
-    :func:`~tu_symmetry.certify`). Factors that change them by more than rounding explains raise a ``SymmetryError``
-    before any weight has been changed.
-
-    Under data parallelism rank 0 canonicalizes and all ranks apply its factors.
-
-    Example:
-        >>> trainer = Trainer(callbacks=[ScaleCanonicalization(every_n_epochs=5)])          # doctest: +SKIP
-        >>> trainer.fit(ClassificationRoutine(model, 10, nn.CrossEntropyLoss()), train)     # doctest: +SKIP
+    Factors that change the outputs on the example input by more than rounding explains raise a ``SymmetryError``
+    before any weight has been changed. Under data parallelism rank 0 canonicalizes and all ranks apply its factors.
 
     Args:
         members: where the network is: an attribute path (``"model.backbone"``) or a callable of the LightningModule.
@@ -67,13 +46,13 @@ class ScaleCanonicalization(SymmetryCallback):
         parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
             them; all parameters if left out.
         prefix: first part of the logged names.
-        **common: the schedule, ``in_place``, ``example_input``, ``graph`` and ``averages`` of
+        **common: the schedule, ``in_place``, ``example_input`` and ``graph`` of
             :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
-        history: one record for each time: ``epoch``, ``step``, and lists over the members: numbers for ``mass``,
-            ``minimal_mass`` and ``ratio``, dictionaries for ``layer_mass`` and ``layer_minimal_mass``; in place also
-            ``output_change``, where the graph holds a network to run.
+        history: one record for each time: ``epoch``, ``step``, and lists over the members of ``mass``,
+            ``minimal_mass`` and ``ratio``; in place also ``output_change``, where the graph holds a network to run. It
+            is part of the checkpoint.
         log_scales: the log-factors found last, one element for each member.
     """
 
@@ -98,17 +77,6 @@ class ScaleCanonicalization(SymmetryCallback):
         """Drop what earlier runs left."""
         super().forget()
         self.log_scales: list[LogScale] = []
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check everything that can be checked before the first step.
-
-        Raises:
-            ValueError: no network, members of different architectures, averages that do not match the members, weights
-                sharded over processes; with a given graph, counted parameters that do not exist.
-        """
-        super().on_fit_start(trainer, pl_module)
-        if self.graph is not None:
-            counted_parameters(self.graph, self.parameters)
 
     def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
         """Raise a ``SymmetryError`` if no hidden units can be rescaled, or parameters to count do not exist."""
@@ -135,7 +103,7 @@ class ScaleCanonicalization(SymmetryCallback):
         self.log_scales = [log_scale for log_scale, _ in found]
         if self.in_place:
             for i, log_scale in enumerate(self.log_scales):
-                scale_in_place(graph, log_scale, members[i], **self.followers(trainer, pl_module, members, i))
+                scale_in_place(graph, log_scale, members[i], **self.followers(trainer, pl_module, members[i]))
         record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         keys = [key for key in found[0][1] if all(key in numbers for _, numbers in found)]
         record |= {key: [numbers[key] for _, numbers in found] for key in keys}
@@ -154,23 +122,12 @@ class ScaleCanonicalization(SymmetryCallback):
             "mass": least.mass_before,
             "minimal_mass": least.mass_after,
             "ratio": least.mass_before / least.mass_after,
-            "layer_mass": self._layer_masses(graph, state),
-            "layer_minimal_mass": self._layer_masses(graph, least.state),
         }
         if applied.certificate is not None:
             numbers["output_change"] = applied.certificate.change
         elif self.in_place:
-            self.notice(f"ScaleCanonicalization is not certified: {applied.uncertified}", UncertifiedWarning)
+            self.say_uncertified(applied.uncertified)
         return log_scale, numbers
-
-    def _layer_masses(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, float]:
-        counted = counted_parameters(graph, self.parameters)
-        masses: dict[str, float] = {}
-        for name in graph.shapes:
-            if name in counted and state[name].is_floating_point():
-                layer = name.rpartition(".")[0] or name
-                masses[layer] = masses.get(layer, 0.0) + float(state[name].double().square().sum())
-        return masses
 
     def _log(self, trainer: Trainer, pl_module: LightningModule, record: dict[str, Any], hook: str) -> None:
         scalars: dict[str, float] = {}
@@ -179,9 +136,3 @@ class ScaleCanonicalization(SymmetryCallback):
             if len(record[key]) > 1:
                 scalars |= {f"{self.prefix}/{key}_{i}": value for i, value in enumerate(record[key])}
         self.log_scalars(trainer, pl_module, scalars, hook)
-        layers = list(record["layer_mass"][0])
-        values = {
-            label: [sum(member[layer] for member in record[key]) / len(record[key]) for layer in layers]
-            for label, key in (("mass", "layer_mass"), ("minimal mass", "layer_minimal_mass"))
-        }
-        log_figure(trainer, f"{self.prefix}/layers", lambda: plot.bars(values, layers, ylabel="squared L2 norm"))

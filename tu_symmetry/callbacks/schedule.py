@@ -14,19 +14,19 @@ from tu_symmetry.posterior.network import require_numbers
 class ScheduledCallback(Callback):
     """A callback that acts at an interval and at the end of the fit, always between two optimizer steps.
 
-    Steps are optimizer steps (``trainer.global_step``), so gradient accumulation does not change the schedule. The
-    place in the schedule is part of the checkpoint: a resumed run keeps the same schedule.
+    Steps are optimizer steps (``trainer.global_step``). The place in the schedule is part of the checkpoint: a resumed
+    run keeps the same schedule.
 
     Args:
         every_n_epochs: act at the end of every n-th training epoch.
         every_n_steps: act after every n-th optimizer step.
-        at_epochs: act after these epochs instead, counted from 1: ``(1, 2, 4, 8)`` is after the first, the second, ...
-            An epoch that a limit of time or steps cuts does not count; resumed, it does when it is whole.
+        at_epochs: act after these epochs instead, counted from 1. An epoch that a limit of time or steps cuts does not
+            count; resumed, it does when it is whole.
         at_end: act once more when training ends, unless the last step has been acted on already.
         start: epochs (or steps, with ``every_n_steps``) to let pass before the interval starts to count.
 
     Raises:
-        ValueError: if two of the schedules are given, or one is below one, or nothing would ever happen.
+        ValueError: if two of the schedules are given, a number is too small, or nothing would ever happen.
     """
 
     def __init__(
@@ -38,31 +38,26 @@ class ScheduledCallback(Callback):
         at_end: bool = True,
         start: int = 0,
     ) -> None:
-        name = type(self).__name__
-        require_numbers(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, start=start)
         at_epochs = tuple(at_epochs)
+        require_numbers(every_n_epochs=every_n_epochs, every_n_steps=every_n_steps, start=start)
         for epoch in at_epochs:
             require_numbers(at_epochs=epoch)
-        if every_n_epochs is not None and every_n_steps is not None:
-            raise ValueError(f"{name} takes every_n_epochs or every_n_steps, not both")
-        for key, value in (("every_n_epochs", every_n_epochs), ("every_n_steps", every_n_steps)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {key} must be at least 1, got {value}")
-        self.at_epochs = tuple(sorted(set(at_epochs)))
-        if self.at_epochs and (every_n_epochs is not None or every_n_steps is not None or start != 0):
-            raise ValueError(f"{name}: at_epochs names the epochs, so that intervals and what comes before them go")
-        if self.at_epochs and self.at_epochs[0] < 1:
-            raise ValueError(f"{name}: at_epochs counts from 1, got {self.at_epochs[0]}")
-        if start < 0:
-            raise ValueError(f"{name}: the number of epochs or steps to wait must not be negative, got {start}")
-        if every_n_epochs is None and every_n_steps is None and not self.at_epochs and not at_end:
+        name = type(self).__name__
+        schedules = [s for s in (every_n_epochs, every_n_steps, at_epochs or None) if s is not None]
+        if len(schedules) > 1 or (at_epochs and start):
+            raise ValueError(
+                f"{name} takes one of every_n_epochs, every_n_steps and at_epochs, which has nothing to wait for"
+            )
+        least = min((*at_epochs, *(n for n in (every_n_epochs, every_n_steps) if n is not None)), default=1)
+        if least < 1 or start < 0:
+            raise ValueError(f"{name}: intervals and epochs are at least 1, got {least}; and start {start} at least 0")
+        if not schedules and not at_end:
             raise ValueError(
                 f"{name} would never act: give every_n_epochs, every_n_steps or at_epochs, or leave at_end=True"
             )
-        self.every_n_epochs = every_n_epochs
-        self.every_n_steps = every_n_steps
-        self.at_end = at_end
-        self.start = start
+        self.at_epochs = tuple(sorted(set(at_epochs)))
+        self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
+        self.at_end, self.start = at_end, start
         self.forget()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -8,8 +8,12 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from tu_symmetry.callbacks.compact import trained_networks
-from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, require_whole_weights
+from tu_symmetry.callbacks.members import (
+    ModuleSource,
+    check_same_architecture,
+    require_whole_weights,
+    trained_networks,
+)
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.routines.runs import StoredRun, fingerprint_of
 
@@ -28,17 +32,11 @@ class PosteriorSnapshots(ScheduledCallback):
             ensembles if there are any, else the ``model`` of the routine without TorchUncertainty's averaging wrappers.
         every_n_epochs: write at the end of every n-th epoch after the burn-in.
         every_n_steps: write after every n-th optimizer step after the burn-in.
-        at_epochs: write at the end of these epochs instead, counted from 1: ``[1, 2, 4, 8, ...]`` for a training on a
-            logarithmic axis.
+        at_epochs: write at the end of these epochs instead, counted from 1.
         burn_in: epochs (optimizer steps with ``every_n_steps``) to leave out first; the interval is the thinning.
         at_end: also write the last weights.
         chain: number of the first member's chain; runs with other seeds can share a store under other numbers.
         method: name of the method in the store's metadata.
-        architecture: name of the architecture in the metadata. Default: the class of the network.
-        seed: seed of the run, for the metadata.
-
-    Raises:
-        ValueError: contradictory arguments.
     """
 
     def __init__(
@@ -53,8 +51,6 @@ class PosteriorSnapshots(ScheduledCallback):
         at_end: bool = False,
         chain: int = 0,
         method: str = "snapshots",
-        architecture: str | None = None,
-        seed: int | None = None,
     ) -> None:
         super().__init__(
             every_n_epochs=every_n_epochs,
@@ -63,12 +59,7 @@ class PosteriorSnapshots(ScheduledCallback):
             at_end=at_end,
             start=burn_in,
         )
-        self.folder = Path(folder)
-        self.members = members
-        self.chain = chain
-        self.method = method
-        self.architecture = architecture
-        self.seed = seed
+        self.folder, self.members, self.chain, self.method = Path(folder), members, chain, method
 
     @property
     def state_key(self) -> str:
@@ -91,27 +82,20 @@ class PosteriorSnapshots(ScheduledCallback):
         self._resumed = state_dict.get("stored", {})
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the members and the folder before the first step.
-
-        Raises:
-            ValueError: no network was found, or members of different architectures.
-            FileExistsError: the folder holds these chains of another run already.
-            SampleFileError: the folder holds something else, or samples of another architecture.
-        """
+        """Check the members and the folder before the first step."""
         require_whole_weights(trainer)
         members = trained_networks(pl_module, self.members)
         check_same_architecture(members)
         states = [m.state_dict() for m in members]
-        kind = self.architecture or type(members[0]).__name__
+        kind = type(members[0]).__name__
         schedule = (self.every_n_epochs, self.every_n_steps, self.at_epochs, self.at_end, self.start)
         self._stored = StoredRun(
             self.folder,
             range(self.chain, self.chain + len(members)),
-            fingerprint_of(states, architecture=kind, schedule=schedule, seed=self.seed, by=trainer.optimizers),
+            fingerprint_of(states, architecture=kind, schedule=schedule, by=trainer.optimizers),
             states[0],
             architecture=kind,
             method=self.method,
-            seed=self.seed,
         )
         self._stored.begin(trainer, self._resumed, step=self._last_step)
 

@@ -1,7 +1,4 @@
-"""Metrics of posteriors and of weight-space symmetries, as torchmetrics classes.
-
-Their pure functions are in :mod:`tu_symmetry.metrics.functional`. Each class loads on first use.
-"""
+"""Metrics of posteriors and of weight-space symmetries, as torchmetrics classes; see also ``metrics.functional``."""
 
 import lazy_loader
 

@@ -1,10 +1,8 @@
 from . import functional as functional
-from .discrepancy import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy
-from .diversity import FunctionalDiversity as FunctionalDiversity
-from .diversity import PairwiseMutualInformation as PairwiseMutualInformation
-from .homogeneity import MarginalHomogeneity as MarginalHomogeneity
-from .means import PredictiveAgreement as PredictiveAgreement
-from .means import PredictiveTotalVariation as PredictiveTotalVariation
-from .means import RepresentationCost as RepresentationCost
-from .means import TranspositionCount as TranspositionCount
-from .quotient import QuotientDistance as QuotientDistance
+from .averages import PairwiseMutualInformation as PairwiseMutualInformation
+from .averages import PredictiveAgreement as PredictiveAgreement
+from .averages import PredictiveTotalVariation as PredictiveTotalVariation
+from .averages import RepresentationCost as RepresentationCost
+from .averages import TranspositionCount as TranspositionCount
+from .samples import MarginalHomogeneity as MarginalHomogeneity
+from .samples import MaximumMeanDiscrepancy as MaximumMeanDiscrepancy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,33 +18,21 @@ _DTYPES = (torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float3
 class BaseMetric(Metric):
     """A metric whose states are sums of tensors, and lists of rows ``[N, D]``.
 
-    - A ``MetricCollection`` never lets it share states with another metric: torchmetrics shares where names and values
-      of a first batch are equal, which other options or another class may give by chance.
-    - Sums stay in double precision, and counts are integers, whatever the precision of inputs, or of the network that
-      holds the metric.
-    - A call of the metric that fails leaves it as it was.
-    - Processes may hold no rows at all.
+    A ``MetricCollection`` never lets it share states with another metric. Sums stay in double precision, whatever the
+    precision of inputs or of the network that holds the metric. A call that fails leaves it as it was. Processes may
+    hold no rows at all.
     """
 
     is_differentiable = False
     full_state_update = False
-    compares_sets: ClassVar[bool] = False  # a batch belongs to one of two sets: it has no value of its own
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.add_state("apart", default=torch.tensor(torch.nan), dist_reduce_fx="max")  # NaN equals nothing
+        # torchmetrics shares states that are equal after a first batch, and NaN equals nothing
+        self.add_state("apart", default=torch.tensor(torch.nan), dist_reduce_fx="max")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Add a batch, and return the value of this batch alone.
-
-        Raises:
-            NotImplementedError: by a metric that compares two sets; a batch belongs to one of them.
-        """
-        if self.compares_sets:
-            raise NotImplementedError(
-                f"{type(self).__name__} compares two sets and a batch belongs to one of them, so a batch has no value "
-                "of its own: call update(...) for each batch, then compute()"
-            )
+        """Add a batch, and return the value of this batch alone."""
         before = {name: list(v) if isinstance(v, list) else v for name, v in self.__dict__.items()}
         try:
             return super().forward(*args, **kwargs)
@@ -109,34 +97,13 @@ class AverageMetric(BaseMetric):
         self.total = self.total + total.to(self.total)
         self.count = self.count + count
 
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Take what :meth:`add` takes."""
+        self.add(*args, **kwargs)
+
     def compute(self) -> Any:
         """The mean."""
         return self.total / self.count
-
-
-class TwoSampleMetric(BaseMetric):
-    """A metric that compares the rows ``[N, D]`` of samples with those of a reference; all are kept until a reset."""
-
-    higher_is_better = False
-    compares_sets = True
-    reference: list[Tensor]
-    samples: list[Tensor]
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        for name in ("reference", "samples"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
-
-    def sets(self) -> tuple[Tensor, Tensor]:
-        """Rows of the samples, and of the reference.
-
-        Raises:
-            ValueError: if there are no samples, or no reference.
-        """
-        for name, rows in (("reference", self.reference), ("samples", self.samples)):
-            if len(rows) == 0:
-                raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
-        return stacked(self.samples), stacked(self.reference)
 
 
 def stacked(rows: Tensor | Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,6 @@
-"""A network as a Bayesian model: its likelihood, its normal prior, its initialization, and seeds for all of these.
+"""What samplers and routines share: a network as a Bayesian model, its initialization, and seeds.
 
-What samplers and routines share. The prior of every parameter is ``N(0, 1 / prior_precision)``, the likelihood is
-``nll``, a summed negative log-likelihood in nats. Nothing touches the global random state.
+The prior of every parameter is ``N(0, 1 / prior_precision)``, the likelihood ``nll`` a sum in nats.
 """
 
 from __future__ import annotations
@@ -56,9 +55,7 @@ def require_function_of_parameters(model: nn.Module) -> None:
 
 
 def initialized(model: nn.Module, seed: int) -> nn.Module:
-    """A copy of a network with freshly drawn parameters, by the ``reset_parameters`` of its layers.
-
-    They are drawn on the CPU, so that they are the same on every device.
+    """A copy of a network with parameters that ``reset_parameters`` of its layers draws, on the CPU.
 
     Raises:
         ValueError: if a layer owns parameters and has no ``reset_parameters``.
@@ -79,15 +76,7 @@ def initialized(model: nn.Module, seed: int) -> nn.Module:
 
 
 class BayesianNetwork:
-    """A network as a function of its parameters, its data, and its prior; in ``eval`` mode, buffers as they are.
-
-    Args:
-        model: the network; it is copied.
-        x: all inputs ``(N, ...)``.
-        y: all targets ``(N, ...)``.
-        prior_precision: inverse variance of the prior of every parameter.
-        nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
-        device: where the network and the data are put.
+    """A network as a function of its parameters, with all its data ``(N, ...)``; in ``eval`` mode, buffers as they are.
 
     Attributes:
         parameters: the network's own, by name; tied ones once.
@@ -108,15 +97,10 @@ class BayesianNetwork:
         self.device = torch.device(device)
         self.module = copy.deepcopy(model).to(self.device).eval()
         self.x, self.y = x.to(self.device), y.to(self.device)
-        self.prior_precision = prior_precision
-        self._nll = nll
+        self.prior_precision, self.nll = prior_precision, nll
         self.parameters = {name: p.detach().clone() for name, p in self.module.named_parameters()}
         if not self.parameters:
             raise ValueError("the network has no parameters")
-
-    def nll(self, w: States, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed negative log-likelihood of a batch under the weights ``w``, in nats."""
-        return self._nll(functional_call(self.module, w, (inputs,)), targets)
 
     def penalty(self, w: States) -> Tensor:
         """Negative log-density of the prior without its constant."""
@@ -124,29 +108,13 @@ class BayesianNetwork:
 
     def potential(self, w: States) -> Tensor:
         """Negative log-density of data and weights without the prior's constant, in nats."""
-        return self.nll(w, self.x, self.y) + self.penalty(w)
+        return self.nll(functional_call(self.module, w, (self.x,)), self.y) + self.penalty(w)
 
-    def log_likelihood(self, w: States) -> float:
-        """Mean log-likelihood of a data point, in nats."""
-        with torch.no_grad():
-            return -float(self.nll(w, self.x, self.y)) / len(self.x)
-
-    def parameters_of(self, state: Mapping[str, Tensor]) -> States:
-        """The parameters in a state of this network, checked."""
-        for name, p in self.parameters.items():
-            if name not in state or state[name].shape != p.shape:
-                seen = tuple(state[name].shape) if name in state else "nothing"
-                raise ValueError(f"the start is of another network: {name} must be {tuple(p.shape)}, got {seen}")
-        return {name: state[name].detach().to(p).clone() for name, p in self.parameters.items()}
-
-    def complete(self, stack: States) -> States:
-        """A stack of whole states from one of parameters: tied names and buffers are added."""
-        count = len(next(iter(stack.values())))
+    def complete(self, w: States) -> States:
+        """A whole state on the CPU from parameters: tied names and buffers are added."""
         owners = {id(p): name for name, p in self.module.named_parameters()}
-        return {
-            name: stack[owners[id(t)]] if id(t) in owners else t.detach().expand(count, *t.shape).clone()
-            for name, t in self.module.state_dict(keep_vars=True).items()
-        }
+        held = self.module.state_dict(keep_vars=True)
+        return {name: w.get(owners.get(id(t), ""), t).detach().cpu().clone() for name, t in held.items()}
 
 
 @contextmanager

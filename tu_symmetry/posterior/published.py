@@ -14,7 +14,6 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -26,45 +25,27 @@ SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 ARCHIVES = (".tgz", ".tar.gz", ".tar", ".tar.bz2", ".tar.xz")
 
 
-@dataclass(frozen=True)
-class CheckpointFolder:
-    """A folder with checkpoints.
+def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> dict[str, list[str]]:
+    """The folders below a local folder, or in a data set of Hugging Face, that hold checkpoints or archives of them.
 
-    Attributes:
-        folder: relative to where was looked; ``.`` for that folder itself.
-        files: the checkpoints in it and the archives of checkpoints, in the order of the numbers in their names.
-    """
-
-    folder: str
-    files: tuple[str, ...]
-
-
-def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> list[CheckpointFolder]:
-    """The folders that hold checkpoints or archives of them, below a local folder or in a data set of Hugging Face.
-
-    Args:
-        source: an existing folder, or the name of a data set.
+    Returns:
+        Folder, relative to the source (``.`` for itself), to its files in the order of the numbers in their names.
 
     Raises:
         SampleFileError: neither a folder nor a data set that can be reached; nothing in it.
     """
     if Path(source).is_dir():
-        root = Path(source)
-        names = [p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()]
+        names = [p.relative_to(source).as_posix() for p in Path(source).rglob("*") if p.is_file()]
     else:
-        hub = _hub()
-        try:
-            names = hub.list_repo_files(str(source), repo_type="dataset")
-        except Exception as error:  # no network, no such data set, no right to read it: the hub has a class for each
-            raise SampleFileError(_unreachable(str(source), error)) from error
+        names = _asked(source, lambda hub: hub.list_repo_files(str(source), repo_type="dataset"))
     by_folder: dict[str, list[str]] = {}
-    for name in names:
+    for name in sorted(names, key=_natural):
         if name.endswith((*SUFFIXES, *ARCHIVES)):
             by_folder.setdefault(Path(name).parent.as_posix(), []).append(name)
     if not by_folder:
         kinds = ", ".join((*SUFFIXES, *ARCHIVES))
         raise SampleFileError(f"{source} holds no {kinds} file; it has {sorted(names)[:6]}")
-    return [CheckpointFolder(f, tuple(sorted(files, key=_natural))) for f, files in sorted(by_folder.items())]
+    return dict(sorted(by_folder.items()))
 
 
 def collect_checkpoints(
@@ -81,10 +62,8 @@ def collect_checkpoints(
     """Stream a folder of checkpoints into a sample store, in memory no more than one shard and one network at a time.
 
     Networks are numbered in the order of their files, within an archive in the archive's order; they become chains
-    ``0, 1, ...`` from number ``start`` on, in the dtypes that they have. Archives are neither unpacked nor, from
-    Hugging Face, downloaded: they are read up to the last network that is wanted. Those whose names end with the
-    numbers of their networks (``-1024-2047.tgz``) are left out where nothing in them is wanted. Single files of a data
-    set are fetched one by one into the cache of ``huggingface_hub``. A call that was interrupted resumes.
+    ``0, 1, ...`` from number ``start`` on. Archives are read as streams, up to the last network that is wanted. A call
+    that was interrupted resumes.
 
     Args:
         out: folder of the store; new, or of an interrupted call.
@@ -100,22 +79,22 @@ def collect_checkpoints(
         SampleFileError: no such folder or data set; a file that is damaged, or of another architecture than the first.
         ValueError: fewer networks than asked for, or NaN or infinite weights.
     """
-    found = {f.folder: f for f in list_checkpoints(source)}
+    found = list_checkpoints(source)
     key = Path(folder).as_posix()
     if key not in found:
         raise SampleFileError(
             f"{source} has no folder {folder!r} with checkpoints; it has "
-            f"{ {name: len(f.files) for name, f in list(found.items())[:12]} } (folder: number of files)"
+            f"{ {name: len(files) for name, files in list(found.items())[:12]} } (folder: number of files)"
         )
     if per_shard < 1 or start < 0 or (count is not None and count < 1):
         raise ValueError(f"got start={start}, count={count}, per_shard={per_shard}; they are at least 0, 1 and 1")
-    files = found[key].files
+    files = found[key]
     known = None if any(map(_is_archive, files)) else len(files)
     if known is not None:
         _require_enough(known, start, count, folder, source)
     store = _opened(Path(out), source, key)
     done = set(store.chains)
-    first = layout_of({n: t[0] for n, t in store.stack([0]).items()}) if len(store) else None
+    first = layout_of(store[0]) if len(store) else None
     total = count if count is not None or known is None else known - start
     held: list[State] = []
     chains: list[int] = []
@@ -254,20 +233,28 @@ def _opened(out: Path, source: str | os.PathLike[str], key: str) -> SampleStore:
 def _stream(source: str | os.PathLike[str], file: str) -> IO[bytes]:
     if Path(source).is_dir():
         return (Path(source) / file).open("rb")
-    try:
-        stream: IO[bytes] = _hub().HfFileSystem().open(f"datasets/{source}/{file}", "rb")
-    except Exception as error:
-        raise SampleFileError(_unreachable(str(source), error)) from error
+    stream: IO[bytes] = _asked(source, lambda hub: hub.HfFileSystem().open(f"datasets/{source}/{file}", "rb"))
     return stream
 
 
 def _local(source: str | os.PathLike[str], name: str) -> Path:
     if Path(source).is_dir():
         return Path(source) / name
+    return Path(_asked(source, lambda hub: hub.hf_hub_download(str(source), name, repo_type="dataset")))
+
+
+def _asked(source: str | os.PathLike[str], ask: Callable[[Any], Any]) -> Any:
+    """What ``huggingface_hub`` answers."""
+    hub = _hub()
     try:
-        return Path(_hub().hf_hub_download(str(source), name, repo_type="dataset"))
-    except Exception as error:
-        raise SampleFileError(_unreachable(str(source), error)) from error
+        return ask(hub)
+    except Exception as error:  # no network, no such data set, no right to read it: the hub has a class for each
+        said = (str(error).strip().splitlines() or [""])[0][:200]
+        raise SampleFileError(
+            f"{source} is no local folder, and the data set cannot be reached ({type(error).__name__}: {said}). Where "
+            f"there is a network, get it with `hf download {source} --repo-type dataset --local-dir DIR` (with "
+            "--include 'FOLDER/*' a part of it), and give DIR in its place"
+        ) from error
 
 
 def _hub() -> Any:
@@ -278,15 +265,6 @@ def _hub() -> Any:
             "data sets of Hugging Face are read by huggingface_hub: pip install huggingface_hub, or give a local folder"
         ) from error
     return huggingface_hub
-
-
-def _unreachable(source: str, error: Exception) -> str:
-    said = (str(error).strip().splitlines() or [""])[0][:200]
-    return (
-        f"{source} is no local folder, and the data set cannot be reached ({type(error).__name__}: {said}). Where "
-        f"there is a network, get it with `hf download {source} --repo-type dataset --local-dir DIR` (with --include "
-        "'FOLDER/*' a part of it), and give DIR in its place"
-    )
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -1,14 +1,7 @@
-"""Posterior samples: stacked states with a leading sample axis, and the folders of safetensors shards that hold them.
+"""Posterior samples: a folder of safetensors shards with stacked states ``[samples, ...]`` of one architecture.
 
-A store is a folder with one small, constant file ``store.json`` (architecture, method, seed) and any number of shards
-``00000000-<token>.safetensors``. A shard holds stacked states, and its header the chain and step of each of them; it
-is written under a temporary name and renamed. After it, its name and digest go to the end of ``shards.log``.
-
-What cannot happen in silence: a shard that was changed does not have its digest (see :mod:`tu_symmetry.files`; checked
-when its first state is read, so opening stays quick), a copy does not have the name it was written under, one of
-another store does not name this store, and one that was deleted or replaced stands in the log with its digest. A shard
-that is not in the log is no damage: a run was killed between the two writes. ``run-<chain>.json`` says which run has
-stored a chain, so that the same run, started again, takes back what its checkpoint does not have.
+A shard is written whole or not at all; then its name and digest go to the end of ``shards.log``. One that is not in the
+log is no damage (a run was killed between the two writes); one that is gone, copied, foreign or changed is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +10,7 @@ import json
 import os
 import secrets
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,23 +26,10 @@ from tu_symmetry.files import (
     open_safetensors,
     read_header,
     read_json,
-    versions,
     write_json,
     write_safetensors,
 )
-from tu_symmetry.states import (
-    Layout,
-    SampleFileError,
-    State,
-    layout_of,
-    load_state,
-    require_same,
-    require_state,
-    stack_states,
-)
-from tu_symmetry.states import unstack as unstack_states
-
-__all__ = ["SampleFileError", "SampleRecord", "SampleStore", "load_state", "stack_states", "unstack_states"]
+from tu_symmetry.states import Layout, SampleFileError, State, layout_of, require_same, require_state, stack_states
 
 _FORMAT = "tu_symmetry.samples"
 _VERSION = "1"
@@ -61,13 +41,7 @@ _DISCARDED = "discarded"
 
 @dataclass(frozen=True)
 class RunMark:
-    """Which run has stored a chain.
-
-    Attributes:
-        run: fingerprint of what the run depends on.
-        done: whether it came to its end.
-        step: optimizer steps at its end.
-    """
+    """Which run has stored a chain: its fingerprint, whether it came to its end, and its optimizer steps by then."""
 
     run: str
     done: bool = False
@@ -76,14 +50,7 @@ class RunMark:
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One sample of a store.
-
-    Attributes:
-        chain: number of the chain, run or ensemble member that the sample comes from.
-        step: position in that chain (optimizer steps, or samples drawn).
-        shard: the file.
-        position: index along the shard's sample axis.
-    """
+    """One sample: its chain (or run, or ensemble member), its step in it, and its place along the axis of a shard."""
 
     chain: int
     step: int
@@ -94,27 +61,22 @@ class SampleRecord:
 class SampleStore(Sequence[State]):
     """A folder of posterior samples of one architecture; read lazily, one state at a time.
 
-    ``store[i]`` and iteration give single states, :meth:`stack` and :meth:`load` stacked ones. Samples stay in the
-    order in which they were appended. Several processes may append to one store; each sees what was there when it
-    opened it, and what it has appended itself.
+    ``store[i]`` and iteration give single states, :meth:`stack` and :meth:`load` stacked ones, in the order in which
+    they were appended. Several processes may append to one store; each sees what was there when it opened it, and its
+    own.
 
     Attributes:
-        folder: where the files are.
         metadata: architecture, method, seed and whatever else :meth:`create` was given.
         records: one :class:`SampleRecord` for each sample, in order.
         layout: name to shape and dtype of one state's tensors; None while the store is empty.
-        written_by: package to version of what made the store; empty for a store of a version that kept none.
     """
 
-    def __init__(
-        self, folder: Path, metadata: dict[str, Any], store: str | None, written_by: Mapping[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, metadata: dict[str, Any], store: str) -> None:
         self.folder = folder
         self.metadata = metadata
         self.records: list[SampleRecord] = []
         self.layout: dict[str, Layout] | None = None
-        self.written_by = dict(written_by)
-        self._store = store  # what tells this store from others; None in those made before there were seals
+        self._store = store  # tells this store from others
         self._next = 0
         self._discarded: set[str] = set()  # names of shards
         self._checked: dict[Path, tuple[int, int]] = {}  # shard to time and size of what was compared with its seal
@@ -143,10 +105,7 @@ class SampleStore(Sequence[State]):
         """
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(
-                f"{folder} is there already and not empty; SampleStore.open({str(folder)!r}) appends to a store, "
-                "another run belongs in another folder"
-            )
+            raise FileExistsError(f"{folder} is not empty: open a store to append to it, or take another folder")
         metadata = {"architecture": architecture, "method": method, "seed": seed, **more}
         folder.parent.mkdir(parents=True, exist_ok=True)
         token = secrets.token_hex(8)
@@ -154,7 +113,7 @@ class SampleStore(Sequence[State]):
         with new_folder(folder) as temporary:
             write_json(temporary / _STORE, content, seal=True)
             (temporary / _LOG).touch()
-        return cls(folder, metadata, token, versions())
+        return cls(folder, metadata, token)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None) -> SampleStore:
@@ -165,35 +124,32 @@ class SampleStore(Sequence[State]):
             like: a state that the samples must agree with in names and shapes.
 
         Raises:
-            SampleFileError: no store; a shard that is truncated or foreign, a copy of another, of another store or
-                architecture; one that is gone. Reading its states raises it for a shard whose content was changed.
-                Nothing is changed on disk.
+            SampleFileError: no store; a shard that is gone, truncated, foreign or a copy, or of another store or
+                architecture. Reading its states raises it for a shard whose content was changed.
         """
         folder = Path(folder)
         description = folder / _STORE
         try:
-            content, written_by = read_json(description)
+            content, sealed = read_json(description)
         except FileNotFoundError:
+            raise SampleFileError(f"{folder} is no sample store: it has no {_STORE}") from None
+        except (OSError, FileError) as error:
+            raise SampleFileError(f"{description} cannot be read: {error}") from error
+        metadata, token = content.get("metadata"), content.get("store")
+        known = content.get("format") == _FORMAT and content.get("version") == _VERSION
+        if not known or sealed is None or not isinstance(metadata, dict) or not isinstance(token, str):
             raise SampleFileError(
-                f"{folder} is no sample store: it has no {_STORE}. SampleStore.create makes one"
-            ) from None
-        except OSError as error:
-            raise SampleFileError(f"{description} cannot be read ({error.strerror})") from error
-        except FileError as error:
-            raise SampleFileError(str(error)) from error
-        metadata = content.get("metadata")
-        if content.get("format") != _FORMAT or content.get("version") != _VERSION or not isinstance(metadata, dict):
-            raise SampleFileError(f"{description} does not describe a sample store of format {_FORMAT} {_VERSION}")
-        if "store" not in content or written_by is None:
-            raise SampleFileError(f"{description} is damaged: it has no digest of its content; restore it")
-        store = cls(folder, metadata, content["store"], written_by)
+                f"{description} describes no sample store of format {_FORMAT} {_VERSION}, or has no digest: it is "
+                "damaged, or was made by version 0.1; restore it"
+            )
+        store = cls(folder, metadata, token)
         logged = store._read_log()
         shards = [p for p in sorted(folder.glob(f"*{_SUFFIX}")) if p.name not in store._discarded]
         gone = sorted(logged.keys() - {shard.name for shard in shards})
         if gone:
             raise SampleFileError(
-                f"{folder / gone[0]} is gone ({len(gone)} of {len(logged)} shards): restore it, or, if its samples are "
-                f"to be done without, take its line out of {folder / _LOG}"
+                f"{folder / gone[0]} is gone ({len(gone)} of {len(logged)} shards): restore it, or take its line out "
+                f"of {folder / _LOG}"
             )
         for shard in shards:
             store._read_header(shard, logged)
@@ -221,58 +177,45 @@ class SampleStore(Sequence[State]):
 
         Args:
             states: one state where ``step`` is a number; a stack or a list of states where ``step`` is a sequence.
-                Parameters and buffers of every dtype are kept as they are.
             chain: chain number, or one for each state.
             step: position in the chain, or one for each state. A pair (chain, step) is stored once only.
 
         Raises:
-            ValueError: states of another architecture than the store's, NaN or infinite values, numbers of steps or
-                chains that do not fit, or a pair that is there already. Nothing is written then.
+            ValueError: states of another architecture than the store's, NaN or infinite values, steps or chains that do
+                not fit, or a pair that is there already. Nothing is written then.
         """
         if isinstance(step, int):
             if not isinstance(states, Mapping):
                 raise ValueError("several states need a sequence of steps, one for each")
-            stack = {name: t.detach().unsqueeze(0) for name, t in require_state(states, "states").items()}
-            steps = [step]
-        else:
-            steps = [int(s) for s in step]
-            stack = {
-                n: t.detach() for n, t in (states if isinstance(states, Mapping) else stack_states(states)).items()
-            }
+            states, step = [require_state(states, "states")], [step]
+        steps = [int(s) for s in step]
+        stack = states if isinstance(states, Mapping) else stack_states(states)
+        stack = {name: t.detach() for name, t in stack.items()}
         chains = [chain] * len(steps) if isinstance(chain, int) else [int(c) for c in chain]
         self._check(stack, chains, steps)
+        path = self.folder / f"{self._next:08d}-{secrets.token_hex(4)}{_SUFFIX}"
         header = {
             "format": _FORMAT,
             "version": _VERSION,
             "chain": json.dumps(chains),
             "step": json.dumps(steps),
             "metadata": json.dumps(self.metadata),
+            "file": path.name,
+            "store": self._store,
         }
-        path = self.folder / f"{self._next:08d}-{secrets.token_hex(4)}{_SUFFIX}"
-        write_safetensors(path, stack, header | {"file": path.name} | ({"store": self._store} if self._store else {}))
+        write_safetensors(path, stack, header)
         self._log(f"{path.name} {read_header(path).digest}")
         self._add(path, chains, steps)
         self.layout = layout_of(stack, stacked=True)
 
     def discard(self, chains: Collection[int], *, after: int = -1) -> int:
-        """Take back the samples of some chains beyond a step, whole shards of them; a kill leaves each there or gone.
-
-        Args:
-            chains: numbers of the chains.
-            after: the last step that stays.
-
-        Returns:
-            How many samples there were.
-
-        Raises:
-            ValueError: one of their shards holds other samples too; nothing is taken back then.
-        """
+        """Take back the samples of chains beyond step ``after``, whole shards of them; returns how many there were."""
         beyond = [r for r in self.records if r.chain in chains and r.step > after]
         shards = {r.shard for r in beyond}
         if len(beyond) < sum(r.shard in shards for r in self.records):
             raise ValueError(
                 f"{self.folder} holds samples of chains {sorted(chains)} beyond step {after} in one file with others "
-                f"({min(shards).name}), so that they cannot be taken back: give the run another folder of samples"
+                f"({min(shards).name}), so that they cannot be taken back: take another folder"
             )
         for shard in sorted(shards):
             self._log(f"{shard.name} {_DISCARDED}")
@@ -286,23 +229,16 @@ class SampleStore(Sequence[State]):
 
     def mark(self, chain: int, mark: RunMark) -> None:
         """Write which run stores a chain (of a run with several chains, the first)."""
-        write_json(self._mark_file(chain), asdict(mark), seal=True)
+        write_json(self.folder / f"run-{chain}.json", asdict(mark), seal=True)
 
     def marked(self, chain: int) -> RunMark | None:
-        """Which run has stored a chain; None where nothing was written of it.
-
-        Raises:
-            SampleFileError: the file that says so is damaged.
-        """
+        """Which run has stored a chain; None where nothing was written of it."""
         try:
-            return RunMark(**read_json(self._mark_file(chain))[0])
+            return RunMark(**read_json(self.folder / f"run-{chain}.json")[0])
         except FileNotFoundError:
             return None
         except (FileError, TypeError) as error:
             raise SampleFileError(f"{error}; remove the file, and the chain counts as that of another run") from error
-
-    def _mark_file(self, chain: int) -> Path:
-        return self.folder / f"run-{chain}.json"
 
     def __len__(self) -> int:
         return len(self.records)
@@ -315,48 +251,31 @@ class SampleStore(Sequence[State]):
             raise IndexError(f"sample {index} of a store of {len(self)}")
         return {name: t[0] for name, t in self.stack([int(index)]).items()}
 
-    def __iter__(self) -> Iterator[State]:
-        for shard, indices in self._by_shard(range(len(self))):
-            with self._open(shard) as file:
-                for i in indices:
-                    position = self.records[i].position
-                    yield {n: file.get_slice(n)[position : position + 1][0].clone() for n in file.keys()}  # noqa: SIM118
-
     def stack(self, indices: Sequence[int] | Tensor, *, device: str | torch.device = "cpu") -> State:
-        """Chosen samples as a stack ``[len(indices), ...]``, in the order of the indices.
-
-        It is made in main memory, and goes to another device tensor by tensor.
-        """
+        """Chosen samples as a stack ``[len(indices), ...]``, made in main memory and moved tensor by tensor."""
         wanted = [int(i) for i in indices]
         if self.layout is None or not wanted:
             raise ValueError(f"nothing to stack: the store {self.folder} has {len(self)} samples, asked for {wanted}")
-        wanted = [range(len(self))[i] for i in wanted]
         result = {n: torch.empty((len(wanted), *e.shape), dtype=e.dtype, device="cpu") for n, e in self.layout.items()}
-        places: dict[int, list[int]] = defaultdict(list)
+        rows: dict[Path, list[tuple[int, int]]] = defaultdict(list)  # of each shard, the rows of the result and its own
         for place, i in enumerate(wanted):
-            places[i].append(place)
-        for shard, indices_ in self._by_shard(sorted(places)):
+            rows[self.records[i].shard].append((place, self.records[i].position))
+        for shard, places in rows.items():
             with self._open(shard) as file:
                 for name, target in result.items():
-                    rows = file.get_slice(name)
-                    for i in indices_:
-                        position = self.records[i].position
-                        target[places[i]] = rows[position : position + 1]
+                    held = file.get_slice(name)
+                    for place, position in places:
+                        target[place] = held[position : position + 1][0]
         return {name: result.pop(name).to(device) for name in self.layout}
 
     def tensor(self, index: int, name: str) -> Tensor:
-        """One tensor of one sample; of the file only its bytes are read (and the whole once, to compare its digest).
-
-        Raises:
-            IndexError: no such sample.
-            KeyError: no such tensor.
-        """
+        """One tensor of one sample; of the file only its bytes are read (and the whole once, to compare its digest)."""
         record = self.records[index]
         if self.layout is None or name not in self.layout:
             raise KeyError(f"{self.folder} holds no {name!r}; its tensors are {sorted(self.layout or ())[:8]}")
         with self._open(record.shard) as file:
-            rows: Tensor = file.get_slice(name)[record.position : record.position + 1]
-            return rows[0].clone()  # aligned
+            row: Tensor = file.get_slice(name)[record.position : record.position + 1][0]
+            return row.clone()  # aligned
 
     def load(self, *, device: str | torch.device = "cpu") -> State:
         """All samples as a stack."""
@@ -375,54 +294,35 @@ class SampleStore(Sequence[State]):
     def __repr__(self) -> str:
         return f"SampleStore({str(self.folder)!r}, {len(self)} samples, {self.metadata})"
 
-    def _by_shard(self, indices: Sequence[int]) -> Iterator[tuple[Path, list[int]]]:
-        """Consecutive indices grouped by the file that holds them."""
-        group: list[int] = []
-        for i in indices:
-            if group and self.records[i].shard != self.records[group[0]].shard:
-                yield self.records[group[0]].shard, group
-                group = []
-            group.append(i)
-        if group:
-            yield self.records[group[0]].shard, group
-
     def _read_header(self, shard: Path, logged: Mapping[str, str]) -> None:
         """Take a shard into the index; everything is checked but the bytes of its weights."""
         try:
             header = read_header(shard)
         except FileError as error:
-            raise SampleFileError(
-                f"{error}; restore it, or move it out of the folder and its line out of {_LOG}"
-            ) from error
+            raise SampleFileError(f"{error}; restore it, or move it away, and its line out of {_LOG}") from error
         said = header.metadata
-        if said.get("format") != _FORMAT or said.get("version") != _VERSION:
-            raise SampleFileError(
-                f"{shard} was not written by a sample store (format {said.get('format')!r}); move it elsewhere"
-            )
-        if said.get("file", shard.name) != shard.name:
-            raise SampleFileError(f"{shard} is a copy of {said['file']}, or was renamed; a shard has one name only")
-        sealed = self._store is not None or shard.name in logged
-        if sealed and header.digest is None:
-            raise SampleFileError(
-                f"{shard} carries no digest, so it was not written into this store; move it elsewhere"
-            )
-        if sealed and said.get("store") != self._store:
-            raise SampleFileError(f"{shard} belongs to another store than {self.folder}; move it elsewhere")
-        if logged.get(shard.name, header.digest) != header.digest:
-            raise SampleFileError(f"{shard} was replaced or damaged: {_LOG} has another digest for it; restore it")
         try:
             chains, steps = ([int(number) for number in json.loads(said[key])] for key in ("chain", "step"))
             lengths = {shape[0] for shape, _ in header.layout.values()} | {len(chains), len(steps)}
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise SampleFileError(f"{shard} is damaged: its header has no chains and steps ({error})") from error
-        if len(lengths) != 1 or not header.layout:
-            raise SampleFileError(f"{shard} is damaged: {len(chains)} chains and {len(steps)} steps for its states")
-        there = {(r.chain, r.step): r.shard for r in self.records}
-        twice = next((there[pair] for pair in zip(chains, steps, strict=True) if pair in there), None)
-        if twice is not None:
-            raise SampleFileError(
-                f"{shard} holds samples that {twice.name} holds too; one is a copy: move it elsewhere"
-            )
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+            chains, steps, lengths = [], [], set()
+        fit = len(lengths) == 1 and bool(header.layout)
+        there = {(r.chain, r.step): r.shard.name for r in self.records}
+        twice = next((there[pair] for pair in zip(chains, steps, strict=False) if pair in there), None)
+        wrong = {  # the first that is so
+            "was not written by a sample store": (said.get("format"), said.get("version")) != (_FORMAT, _VERSION),
+            f"is a copy of {said.get('file')}, or was renamed": said.get("file") != shard.name,
+            "carries no digest, so it was not written into this store": header.digest is None,
+            f"belongs to another store than {self.folder}": said.get("store") != self._store,
+            f"was replaced or damaged: {_LOG} has another digest for it": (
+                logged.get(shard.name, header.digest) != header.digest
+            ),
+            "is damaged: its header has no chain and step for each of its states": not fit,
+            f"holds samples that {twice} holds too": twice is not None,
+        }
+        for what, so in wrong.items():
+            if so:
+                raise SampleFileError(f"{shard} {what}; restore it, or move it out of the folder")
         layout = {name: Layout(shape[1:], dtype) for name, (shape, dtype) in header.layout.items()}
         if self.layout is not None:
             require_same(layout, self.layout, str(shard), "the shards before it", SampleFileError)
@@ -435,12 +335,7 @@ class SampleStore(Sequence[State]):
         try:
             lines = path.read_bytes().split(b"\n")
         except FileNotFoundError:
-            if self._store is None:
-                return {}
-            raise SampleFileError(
-                f"{path} is gone, which says which shards there are; restore it, or make an empty file of that name if "
-                "all shards are there"
-            ) from None
+            raise SampleFileError(f"{path} is gone; restore it, or make an empty one if all shards are there") from None
         logged: dict[str, str] = {}
         # Each entry is written as "\nNAME DIGEST\n", so an empty line stands before and after it. The last line, and
         # one that another follows at once, are what a killed run has not written out; its shard is there all the same.
@@ -448,13 +343,13 @@ class SampleStore(Sequence[State]):
             name, _, digest = line.decode("ascii", "replace").partition(" ")
             if not line or following:
                 continue
-            if digest == _DISCARDED and name.endswith(_SUFFIX):
+            if not name.endswith(_SUFFIX) or (digest != _DISCARDED and len(digest) != 64):
+                raise SampleFileError(f"{path} is damaged at {line[:40]!r}; restore it")
+            if digest == _DISCARDED:
                 self._discarded.add(name)
                 logged.pop(name, None)
-                continue
-            if len(digest) != 64 or not name.endswith(_SUFFIX):
-                raise SampleFileError(f"{path} is damaged at {line[:40]!r}; restore it")
-            logged[name] = digest
+            else:
+                logged[name] = digest
         return logged
 
     def _log(self, entry: str) -> None:
@@ -485,13 +380,10 @@ class SampleStore(Sequence[State]):
         for name, tensor in stack.items():
             if tensor.ndim == 0 or len(tensor) != len(steps):
                 raise ValueError(
-                    f"{len(steps)} steps, but {name!r} has shape {tuple(tensor.shape)}: a stack's leading axis must "
-                    "have one entry for each step"
+                    f"{name!r} has shape {tuple(tensor.shape)}, not one entry for each of {len(steps)} steps"
                 )
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise ValueError(
-                    f"{name!r} holds NaN or infinite values: the run has diverged, and that is no posterior sample"
-                )
+                raise ValueError(f"{name!r} holds NaN or infinite values: a run that has diverged gives no samples")
         if self.layout is not None:
             require_same(layout_of(stack, stacked=True), self.layout, "the state", f"the store {self.folder}")
         pairs = list(zip(chains, steps, strict=True))

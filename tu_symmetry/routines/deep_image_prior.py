@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
@@ -24,6 +24,7 @@ from tu_symmetry.states import unstack
 from tu_symmetry.transfer import numbers
 
 _FORMAT = "tu_symmetry.deep_image_prior"
+_WEIGHT_LIMIT = 1000.0
 
 
 def total_variation(images: Tensor) -> Tensor:
@@ -48,14 +49,7 @@ def image_quality(images: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class Reconstructions:
-    """What a fit has found: networks and images, and the problems that they belong to.
-
-    Attributes:
-        states: stacked states ``[problems, ...]`` of the iterates of the lowest loss.
-        images: reconstructions ``[problems, 1, height, width]``.
-        loss: loss of these iterates, ``[problems]``.
-        problem: what was reconstructed.
-    """
+    """What a fit has found: states and images of the lowest loss, stacked, and the problems that they belong to."""
 
     states: States
     images: Tensor
@@ -72,11 +66,7 @@ class Reconstructions:
 
     @classmethod
     def load(cls, path: str | Path) -> Reconstructions:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            FileError: a file that is damaged or holds something else.
-        """
+        """Read what :meth:`save` wrote."""
         tensors, header = read_safetensors(Path(path))
         content = json.loads(header.metadata.get("deep_image_prior", "{}"))
         if content.get("format") != _FORMAT or content.get("version") != 1:
@@ -105,21 +95,15 @@ class DeepImagePriorRoutine(StackedNetworks):
         tv_weight: one for all, or number of angles to weight.
         max_iterations: the iterate is kept among this many first ones, and a network is evaluated no longer than that
             unless all have come to their end: one for all, or number of angles to number; None for all of the run.
-        weight_limit: weights are clamped to plus and minus this.
-        seed: seed of the initialization.
-        own_initialization: every network its own; else all start from the same weights.
+        seed: seed of the initialization, from which all start.
         out: safetensors file of :class:`Reconstructions`, written when the fit ends; None to write none.
-        chunk_size: how many networks are evaluated at a time, to save memory; None for all.
         optimizer: optimizer of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes
             first.
-        lr_scheduler: schedule of the optimizer.
-
-    Raises:
-        ValueError: arguments out of range, a network with buffers, or with layers that cannot be initialized anew.
     """
 
     best_loss: Tensor
     default_lr = 1e-4
+    lr_scheduler = None
 
     def __init__(
         self,
@@ -128,16 +112,12 @@ class DeepImagePriorRoutine(StackedNetworks):
         *,
         tv_weight: float | dict[int, float] = 0.0,
         max_iterations: int | dict[int, int] | None = None,
-        weight_limit: float = 1000.0,
         seed: int = 10,
-        own_initialization: bool = False,
         out: str | Path | None = None,
-        chunk_size: int | None = None,
         optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
-        require_positive(num_problems=num_problems, weight_limit=weight_limit, chunk_size=chunk_size or 1)
+        require_positive(num_problems=num_problems)
         for weight in tv_weight.values() if isinstance(tv_weight, dict) else [tv_weight]:
             if not weight >= 0:
                 raise ValueError(f"tv_weight must not be negative, got {tv_weight}")
@@ -147,11 +127,9 @@ class DeepImagePriorRoutine(StackedNetworks):
                 "a single image are no statistics. Use GroupNorm, or no normalization"
             )
         self.num_problems, self.tv_weight, self.max_iterations = num_problems, tv_weight, max_iterations
-        self.weight_limit, self.chunk_size = weight_limit, chunk_size
         self.out = None if out is None else Path(out)
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        seeds = [derived_seed(seed, 1, m if own_initialization else 0) for m in range(num_problems)]
-        self.members = stacked_module([initialized(model, own) for own in seeds])
+        self.optimizer = optimizer
+        self.members = stacked_module([initialized(model, derived_seed(seed, 1, 0))] * num_problems)
         self.best = copy.deepcopy(self.members).requires_grad_(False)
         self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
         self._given: TomographyProblem | None = None  # by the data module
@@ -165,11 +143,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         return unstack({name: t.detach() for name, t in self.best.state_dict().items()})
 
     def on_fit_start(self) -> None:
-        """Check the run before the first step.
-
-        Raises:
-            ValueError: weights in half precision.
-        """
+        """Refuse weights in half precision before the first step."""
         if self.trainer.precision in HALF_PRECISION:
             raise ValueError(
                 f"precision={self.trainer.precision!r} rounds the weights by more than a step of the optimizer changes "
@@ -187,14 +161,9 @@ class DeepImagePriorRoutine(StackedNetworks):
         """The sum of the problems' losses, which gives every network its own gradient."""
         self._require(batch)
         running = self._running()
-
-        def one(parameters: States, x: Tensor) -> Tensor:
-            return functional_call(self.members, parameters, (x.unsqueeze(0),))[0]
-
-        images = vmap(one, randomness="different", chunk_size=self.chunk_size)(
-            {name: _rows(p, running) for name, p in self.members.named_parameters()},
-            _rows(batch.back_projection, running),
-        ).to(batch.operator.dtype)  # from half precision under autocast
+        parameters = {name: _rows(p, running) for name, p in self.members.named_parameters()}
+        images = self._images(self.members, parameters, _rows(batch.back_projection, running))
+        images = images.to(batch.operator.dtype)  # from half precision under autocast
         if self._projection is None or self._projection.running is not running:
             self._projection = _Projection.of(batch.operator, running)
         residuals = self._projection(images) - _rows(batch.measurements, running)
@@ -207,25 +176,29 @@ class DeepImagePriorRoutine(StackedNetworks):
             self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=len(batch))
         return losses.sum()
 
+    def _images(self, networks: nn.Module, parameters: States, x: Tensor) -> Tensor:
+        def one(own: States, image: Tensor) -> Tensor:
+            return functional_call(networks, own, (image.unsqueeze(0),))[0]
+
+        return vmap(one, randomness="different")(parameters, x)
+
     def _running(self) -> Tensor:
         """Numbers of the problems whose iterations are not over; of all of them when there is none."""
-        left = list(range(self.num_problems))
-        if self.max_iterations is not None:
-            limits = self._by_angles(self.max_iterations)
-            left = [k for k in left if self.trainer.global_step < limits[k]] or left
-        return self._on_device("running", left, torch.int64)
+        left = [k for k, more in enumerate(self._open()) if more]
+        return self._on_device("running", left or list(range(self.num_problems)), torch.int64)
+
+    def _open(self) -> list[bool]:
+        """Whether the iterations of each problem are not over."""
+        if self.max_iterations is None:
+            return [True] * self.num_problems
+        return [self.trainer.global_step < limit for limit in self._by_angles(self.max_iterations)]
 
     @torch.no_grad()
     def _keep(self, losses: Tensor, running: Tensor) -> None:
-        """Take over the weights of those ``running`` problems whose loss is the lowest so far.
-
-        Raises:
-            ValueError: a loss that is not finite.
-        """
+        """Take over the weights of those ``running`` problems whose loss is the lowest so far."""
         better = losses < self.best_loss[running]
         if self.max_iterations is not None:
-            open_ = [self.trainer.global_step < limit for limit in self._by_angles(self.max_iterations)]
-            better &= self._on_device("open", open_, torch.bool)[running]
+            better &= self._on_device("open", self._open(), torch.bool)[running]
         finite, some = numbers([torch.isfinite(losses).all(), better.any()])
         if not finite:
             wrong = running[~torch.isfinite(losses)].tolist()
@@ -244,7 +217,7 @@ class DeepImagePriorRoutine(StackedNetworks):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Clamp the weights."""
         for p in self.members.parameters():
-            p.clamp_(-self.weight_limit, self.weight_limit)
+            p.clamp_(-_WEIGHT_LIMIT, _WEIGHT_LIMIT)
 
     def _by_angles(self, values: Any) -> list[float]:
         if not isinstance(values, dict):
@@ -279,22 +252,16 @@ class DeepImagePriorRoutine(StackedNetworks):
         self._require(batch)
         training = self.best.training
         self.best.eval()
-
-        def one(parameters: States, x: Tensor) -> Tensor:
-            return functional_call(self.best, parameters, (x.unsqueeze(0),))[0]
-
-        found = vmap(one, chunk_size=self.chunk_size)(dict(self.best.named_parameters()), batch.back_projection)
+        found = self._images(self.best, dict(self.best.named_parameters()), batch.back_projection)
         self.best.train(training)
         return found.to(batch.truth.dtype)
 
     def on_train_epoch_end(self) -> None:
         """Log how good the kept iterates are."""
-        if self._problem is None:
-            return
-        images = self.reconstructions(self._problem)
-        psnr, ssim = image_quality(images, self._problem.truth)
-        values = {"best_loss": self.best_loss.mean(), "psnr": psnr.mean(), "ssim": ssim.mean()}
-        self.log_dict(values, prog_bar=True, batch_size=len(images))
+        if self._problem is not None:
+            psnr, ssim = image_quality(self.reconstructions(self._problem), self._problem.truth)
+            values = {"best_loss": self.best_loss.mean(), "psnr": psnr.mean(), "ssim": ssim.mean()}
+            self.log_dict(values, prog_bar=True, batch_size=self.num_problems)
 
     def test_step(self, batch: TomographyProblem, batch_idx: int) -> None:
         """Log how good the kept iterates are."""
@@ -308,34 +275,24 @@ class DeepImagePriorRoutine(StackedNetworks):
 
     def on_fit_end(self) -> None:
         """Write them where the fit was resumed at its end, which makes no step."""
-        if (
-            self._problem is None
-            and self.trainer.train_dataloader is not None
-            and bool(self.best_loss.isfinite().all())
-        ):
+        loader = self.trainer.train_dataloader
+        if self._problem is None and loader is not None and bool(self.best_loss.isfinite().all()):
             device = self.trainer.strategy.root_device
             self.to(device)
-            self._write(next(iter(self.trainer.train_dataloader)).to(device))
+            self._write(next(iter(loader)).to(device))
             self.cpu()
 
     def _write(self, problem: TomographyProblem) -> None:
         if self.out is not None and self.trainer.is_global_zero:
             states = {name: t.detach() for name, t in self.best.state_dict().items()}
-            images = self.reconstructions(problem)
-            Reconstructions(states, images, self.best_loss.detach(), problem).save(self.out)
+            Reconstructions(states, self.reconstructions(problem), self.best_loss.detach(), problem).save(self.out)
 
 
 @dataclass(frozen=True)
 class _Projection:
     """The operators of the problems that are running, as one sparse matrix with these as its blocks.
 
-    A line crosses few of the pixels: of a parallel beam with 30 angles, 41 bins and 28 x 28 pixels 6 % of the entries
-    are not zero. Both directions are kept as sparse rows, since the gradient needs the adjoint.
-
-    Attributes:
-        running: numbers of the problems, ``[running]``.
-        forward: ``[running * m, running * d]``.
-        adjoint: its transpose.
+    A line crosses few of the pixels. The transpose is kept too, since torch would make it anew for every gradient.
     """
 
     running: Tensor
@@ -360,12 +317,10 @@ class _Projection:
 
 def _sparse_rows(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A matrix in compressed rows, with the 32-bit indices that the CPU's library takes without a copy."""
-    order = (rows * shape[1] + columns).argsort()
-    starts = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
-    starts[1:] = rows.bincount(minlength=shape[0]).cumsum(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, says torch
-        return torch.sparse_csr_tensor(starts, columns[order].int(), values[order], shape)
+        made = torch.sparse_coo_tensor(torch.stack([rows, columns]), values, shape).to_sparse_csr()
+        return torch.sparse_csr_tensor(made.crow_indices().int(), made.col_indices().int(), made.values(), shape)
 
 
 class _Apply(torch.autograd.Function):

@@ -14,39 +14,17 @@ from tu_symmetry.states import evenly
 
 
 def posterior_ensemble(
-    posterior: str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    num_samples: int | None = None,
-    seed: int = 0,
-    vectorize: bool = True,
+    posterior: str | os.PathLike[str], model: nn.Module, *, num_samples: int | None = None, seed: int = 0
 ) -> CompactEnsemble:
     """Networks drawn from a saved posterior, as one module whose outputs are ``[num_samples * B, C]``.
 
-    TorchUncertainty's routines evaluate it with ``is_ensemble=True``: accuracy, calibration, mutual information and
-    OOD criteria of the predictive distribution.
-
-    Example:
-        In a configuration for ``tu-symmetry test``::
-
-            routine:
-              num_classes: 10
-              is_ensemble: true
-              model:
-                class_path: tu_symmetry.routines.posterior_ensemble
-                init_args:
-                  posterior: runs/digits/ensemble_compact/q_r.safetensors
-                  num_samples: 20
-                  model:
-                    class_path: torch_uncertainty.models.mlp.mlp
-                    init_args: {in_features: 64, num_outputs: 10, hidden_dims: [128]}
+    TorchUncertainty's routines evaluate it with ``is_ensemble=True``.
 
     Args:
         posterior: a file that :meth:`CompactPosterior.save` wrote, or the folder of a :class:`SampleStore`.
         model: a module of the posterior's architecture; its own weights do not matter.
         num_samples: how many draws, or how many samples, evenly spaced, of a store (None for all of them).
         seed: seed of the draws.
-        vectorize: see :class:`~tu_symmetry.posterior.compact.CompactEnsemble`.
 
     Raises:
         ValueError: no number of draws for a Gaussian, or more samples than a store has.
@@ -58,8 +36,7 @@ def posterior_ensemble(
         count = len(store) if num_samples is None else num_samples
         if not 1 <= count <= len(store):
             raise ValueError(f"num_samples={num_samples}, but {path} holds {len(store)} samples")
-        return CompactEnsemble(model, store.stack(evenly(len(store), count)), vectorize=vectorize)
+        return CompactEnsemble(model, store.stack(evenly(len(store), count)))
     if num_samples is None or num_samples < 1:
         raise ValueError(f"{path} is a Gaussian, and num_samples={num_samples} does not say how many networks to draw")
-    generator = torch.Generator().manual_seed(seed)
-    return CompactPosterior.load(path).as_module(model, num_samples, generator=generator, vectorize=vectorize)
+    return CompactPosterior.load(path).as_module(model, num_samples, generator=torch.Generator().manual_seed(seed))

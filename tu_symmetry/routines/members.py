@@ -12,7 +12,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
-from torchmetrics import Metric
 
 from tu_symmetry.files import new_folder, remove_folder
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
@@ -23,7 +22,7 @@ from tu_symmetry.states import unstack
 
 
 class StackedNetworks(LightningModule):
-    """A routine that trains networks of one architecture as one module ``members``, stacked ``[networks, ...]``.
+    """Trains networks of one architecture as one module ``members``, stacked ``[networks, ...]``.
 
     Each network's gradient is clipped by its own norm, so that it trains as if it were alone.
     """
@@ -34,11 +33,7 @@ class StackedNetworks(LightningModule):
     default_lr: ClassVar[float] = 1e-3
 
     def configure_optimizers(self) -> Any:
-        """One optimizer over the stack.
-
-        Raises:
-            ValueError: an optimizer in which the networks would influence each other.
-        """
+        """One optimizer over the stack, which must treat every weight by itself."""
         parameters = list(self.members.parameters())
         made = optimizer_config(parameters, self.optimizer, self.lr_scheduler, lr=self.default_lr)
         if isinstance(made, torch.optim.LBFGS):
@@ -68,12 +63,8 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
     Every member has its own initialization (by the ``reset_parameters`` of its layers) and, with
     ``data_order: own``, its own order of the data; member ``m`` does not depend on how many members there are. Its loss
     is ``nll / B + prior_precision / (2 N) * ||w||^2`` on batches of ``B`` out of ``N`` training points: its minimum is
-    the maximum of the posterior under the prior ``N(0, 1 / prior_precision)``. One optimizer works on the stack, and
-    because it works on every weight by itself (as SGD and Adam do), each member comes out as if it had been trained
-    alone, BatchNorm's statistics included. Gradients are clipped member by member.
-
-    ``self.members`` is the architecture with stacked weights: its ``state_dict()`` is a stack ``[members, ...]`` of
-    state dicts.
+    the maximum of the posterior under the prior ``N(0, 1 / prior_precision)``. Each member comes out as if it had been
+    trained alone, BatchNorm's statistics included.
 
     Logged: ``loss`` (mean over the members), and what :class:`~tu_symmetry.routines.predictive.PredictiveRoutine` logs.
 
@@ -85,19 +76,13 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         seed: seed of the initializations.
         data_order: ``own``: batches are ``[members, B, ...]``, as ``orders`` of this package's data modules makes
             them; ``shared``: all members see the same batches, from any data module.
-        num_data: number of training points; by default that of the training loader's data set.
         samples: folder of the sample store that the members are written to at the end; None to write none. A run that
             is resumed after its end, for more epochs, replaces them.
-        initial_states: folder of a sample store with ``num_members`` states of the architecture, which a fit starts
-            from, member ``m`` from the ``m``-th, in place of fresh initializations. It is read when the fit is set up;
-            a resumed fit starts from its checkpoint all the same.
+        initial_states: folder of a sample store with a state for each member to start from, in place of fresh
+            initializations; a resumed fit starts from its checkpoint all the same.
         chunk_size: how many members are evaluated at a time, to save memory; None for all.
         optimizer: optimizer of the stack; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
         lr_scheduler: learning-rate scheduler of the optimizer.
-        metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
-
-    Raises:
-        ValueError: arguments out of range, or a layer that cannot be initialized anew.
     """
 
     def __init__(
@@ -109,23 +94,20 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         nll: Likelihood = categorical_nll,
         seed: int = 0,
         data_order: Literal["own", "shared"] = "own",
-        num_data: int | None = None,
         samples: str | Path | None = None,
         initial_states: str | Path | None = None,
         chunk_size: int | None = None,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
-        metrics: dict[str, Metric] | None = None,
     ) -> None:
-        super().__init__(nll, metrics)
-        require_positive(num_members=num_members, num_data=num_data or 1, chunk_size=chunk_size or 1)
+        super().__init__(nll)
+        require_positive(num_members=num_members, chunk_size=chunk_size or 1)
         if prior_precision < 0:
             raise ValueError(f"prior_precision must not be negative, got {prior_precision}")
         self.num_members = num_members
         self.prior_precision = prior_precision
         self.seed = seed
         self.data_order = data_order
-        self.num_data = num_data
         self.samples = None if samples is None else Path(samples)
         self.initial_states = None if initial_states is None else Path(initial_states)
         self.chunk_size = chunk_size
@@ -137,20 +119,14 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         self._end: tuple[int, int] | None = None  # epochs and steps of the checkpoint that a fit resumes from
 
     def setup(self, stage: str) -> None:
-        """Put the given states in place before the first fit (Lightning loads a checkpoint after this).
-
-        Raises:
-            SampleFileError: no store, or states of another architecture.
-            ValueError: not one state for each member.
-        """
+        """Put the given states in place before the first fit (Lightning loads a checkpoint after this)."""
         if self.initial_states is None or self._started or stage != "fit":
             return
         own = self.members.state_dict()
         store = SampleStore.open(self.initial_states, like={name: t[0] for name, t in own.items()})
         if len(store) != self.num_members:
             raise ValueError(
-                f"initial_states {self.initial_states} holds {len(store)} states, but num_members is "
-                f"{self.num_members}: give as many members as there are states"
+                f"initial_states {self.initial_states} holds {len(store)} states, but num_members is {self.num_members}"
             )
         with torch.no_grad():
             for name, t in store.load().items():
@@ -158,15 +134,10 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         self._started = True
 
     def on_fit_start(self) -> None:
-        """Check the folder before the first step.
-
-        Raises:
-            FileExistsError: it holds these members of another run already.
-        """
+        """Check the folder before the first step."""
         if self.samples is not None and self.samples.is_dir() and any(self.samples.iterdir()) and not self._resumed:
             raise FileExistsError(
-                f"{self.samples} is not empty: resume the run that has written there with --ckpt_path, or give another "
-                "samples:"
+                f"{self.samples} is not empty: resume its run with --ckpt_path, or give another samples:"
             )
         if self._end is not None:
             epochs, steps = self._end
@@ -184,7 +155,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
     def on_train_start(self) -> None:
         """Count the training points."""
-        self._points = training_points(self.trainer, self.num_data)
+        self._points = training_points(self.trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The sum of the members' losses, which gives every member its own gradient."""
@@ -192,9 +163,9 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         own = self.data_order == "own"
         if own and (len(x) != self.num_members or len(y) != self.num_members or y.ndim < 2):
             raise ValueError(
-                f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)}: "
-                f"{self.num_members} members need batches [{self.num_members}, B, ...]. Give the data module orders: "
-                f"{self.num_members} (data modules of tu_symmetry have it), or take data_order: shared"
+                f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)} for "
+                f"{self.num_members} members: give the data module orders: {self.num_members} (those of tu_symmetry "
+                "have it), or take data_order: shared"
             )
 
         def one(parameters: States, buffers: States, inputs: Tensor, targets: Tensor) -> tuple[Tensor, States]:
@@ -216,11 +187,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         return losses.sum()
 
     def on_train_end(self) -> None:
-        """Write the members, in place of those that an earlier part of this run has written when it ended.
-
-        Raises:
-            FileExistsError: the folder holds something else than these members.
-        """
+        """Write the members, in place of those that an earlier part of this run has written when it ended."""
         self._write(self.trainer.global_step)
 
     def _write(self, step: int) -> None:

@@ -20,15 +20,14 @@ class StoredRun:
     """The chains of one run in a sample store, which other runs may share.
 
     Samples are written before the checkpoint that counts on them, so a run that is cut leaves more than its last
-    checkpoint has, or samples and no checkpoint at all. :meth:`begin` takes back what the checkpoint does not have;
-    where there is none, and the samples are those of the same run, all of them.
+    checkpoint has. :meth:`begin` takes back what the checkpoint does not have; where there is none, all of it.
 
     Args:
         folder: the store, which is made with the first samples.
         chains: numbers of the run's chains in the store.
         run: fingerprint of what the samples depend on, see :func:`fingerprint_of`.
         like: a state of the architecture.
-        metadata: what the store says of itself, see :meth:`~tu_symmetry.posterior.samples.SampleStore.create`.
+        metadata: what the store says of itself.
     """
 
     def __init__(
@@ -43,56 +42,47 @@ class StoredRun:
 
         Args:
             trainer: the trainer that runs it.
-            resumed: what :meth:`state_dict` gave the checkpoint (empty in one of an older version); None for a run that
-                starts.
+            resumed: what :meth:`state_dict` gave the checkpoint; None for a run that starts.
             step: where the checkpoint stands in the store's count; later samples are taken back.
 
         Raises:
-            FileExistsError: the chains are those of another run, of this one when it has come to its end, or of this
-                one where a checkpoint is there that it has not been resumed from.
-            SampleFileError: the folder holds something else, samples of another architecture, or fewer than the
-                checkpoint counts on.
+            FileExistsError: the chains are another run's, are done, or are not those that the checkpoint counts on.
         """
         if not trainer.is_global_zero:
             return
         store = self._store = SampleStore.open_if_there(self.folder, like=self.like)
         own = [] if store is None else [r for r in store.records if r.chain in self.chains]
-        mark = None if store is None else store.marked(self.chains[0])
         if resumed is not None:
             self.run = resumed.get("run", self.run)
-            if own and mark is not None and mark.run != self.run and "run" in resumed:
-                raise FileExistsError(
-                    f"{self.folder} holds samples of {self._named()} of another run than the checkpoint's: give the "
-                    "folder that the checkpoint's run has written to, or a new one"
-                )
-            if store is not None and own:
-                store.discard(self.chains, after=step)
-            kept = sum(r.step <= step for r in own)
-            if own and kept < resumed.get("samples", 0):
-                raise FileExistsError(
-                    f"{self.folder} holds {kept} of the {resumed['samples']} samples that the run had stored by this "
-                    "checkpoint: it was resumed from an earlier one since; resume from that, or give another folder"
-                )
+        if store is None or not own:
             return
-        if not own or store is None:
-            return
-        if mark is None or mark.run != self.run:
-            raise FileExistsError(
-                f"{self.folder} holds samples of {self._named()} of another run already: resume that run with "
-                "--ckpt_path (ckpt_path= in Python), or give another samples: or chain:"
+        mark = store.marked(self.chains[0])
+        stranger = mark is None or mark.run != self.run
+        kept = sum(r.step <= step for r in own)
+        wrong = ""
+        if stranger and (resumed is None or (mark is not None and "run" in resumed)):
+            wrong = "of another run already: resume that run with --ckpt_path, or give another samples: or chain:"
+        elif resumed is not None and kept < resumed.get("samples", 0):
+            wrong = (
+                f"({kept} of the {resumed['samples']} that the run had stored by this checkpoint): it was resumed from "
+                "an earlier one since; resume from that, or give another folder"
             )
-        if mark.done:
-            raise FileExistsError(
-                f"{self.folder} holds all samples of this run ({self._named()}), which has come to its end: move it "
-                "away to run again, or go on from its checkpoint with --ckpt_path (ckpt_path= in Python)"
+        elif resumed is None and mark is not None and mark.done:
+            wrong = (
+                "of this run, which has come to its end: move it away to run again, or go on from its checkpoint with "
+                "--ckpt_path"
             )
-        if found := checkpoints(trainer):
-            raise FileExistsError(
-                f"{self.folder} holds samples of this run ({self._named()}), which was cut: resume it with "
-                f"--ckpt_path {found[-1]} (ckpt_path= in Python), or move both away to start anew"
+        elif resumed is None and (found := checkpoints(trainer)):
+            wrong = (
+                f"of this run, which was cut: resume it with --ckpt_path {found[-1]}, or move both away to start anew"
             )
-        count = store.discard(self.chains)
-        rank_zero_info(f"{self.folder}: the run was cut before its first checkpoint; its {count} samples are made anew")
+        if wrong:
+            raise FileExistsError(f"{self.folder} holds samples of {self._named()} {wrong}")
+        count = store.discard(self.chains, after=-1 if resumed is None else step)
+        if resumed is None:
+            rank_zero_info(
+                f"{self.folder}: the run was cut before its first checkpoint; its {count} samples are made anew"
+            )
 
     def append(self, states: Any, *, chain: int | Sequence[int], step: int | Sequence[int]) -> None:
         """Append to the store, which is made if it is not there, and says first which run this is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call
-from torchmetrics import Metric
 
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import (
@@ -34,10 +32,8 @@ class VariationalRoutine(PredictiveRoutine):
     """Fits ``N(mean, diag std^2)`` over all weights; ``std = softplus(rho)``.
 
     The objective is the evidence lower bound of the whole training set, ``-N / B * nll(batch) - KL(q || prior)`` in
-    nats, with the closed-form KL to ``N(0, 1 / prior_precision)``, untempered; what the optimizer sees is its negative
-    divided by ``N``. The weights are drawn by reparameterization: the noise is that of the weights, one draw (or the
-    mean of ``num_samples`` of them) for all points of a batch; there is no local reparameterization. The state of the
-    noise is in the checkpoint.
+    nats, with the closed-form KL to ``N(0, 1 / prior_precision)``, untempered. The weights are drawn by
+    reparameterization, once for all points of a batch; the state of the noise is in the checkpoint.
 
     Logged, in nats, as means over an epoch: ``vi/elbo``, ``vi/log_likelihood`` (of the training set, expected) and
     ``vi/kl``; validation and test measure ``num_test_samples`` draws as an ensemble, always the same ones.
@@ -47,20 +43,11 @@ class VariationalRoutine(PredictiveRoutine):
         prior_precision: inverse variance of the prior of every parameter.
         initial_std: standard deviation of every weight at the start.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
-        num_samples: draws of the weights for each batch.
-        initialize: draw the first mean by the ``reset_parameters`` of the layers; else it is the model as it is.
-        seed: seed of the initialization and the noise.
-        num_data: number of training points; by default that of the training loader's data set.
-        posterior: file that the Gaussian is written to at the end, as :class:`CompactPosterior` reads it; None to
-            write none.
+        seed: seed of the initialization (by the ``reset_parameters`` of the layers) and the noise.
+        posterior: file that the :class:`CompactPosterior` is written to at the end; None to write none.
         num_test_samples: draws in a validation or test.
         optimizer: optimizer of means and ``rho``; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
         lr_scheduler: learning-rate scheduler of the optimizer.
-        metrics: further metrics, see :class:`~tu_symmetry.routines.predictive.PredictiveRoutine`.
-
-    Raises:
-        ValueError: arguments out of range, a network with running statistics, or (with ``initialize``) a layer that
-            cannot be initialized anew.
     """
 
     def __init__(
@@ -70,32 +57,20 @@ class VariationalRoutine(PredictiveRoutine):
         *,
         initial_std: float = 0.05,
         nll: Likelihood = categorical_nll,
-        num_samples: int = 1,
-        initialize: bool = True,
         seed: int = 0,
-        num_data: int | None = None,
         posterior: str | Path | None = None,
         num_test_samples: int = 20,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
-        metrics: dict[str, Metric] | None = None,
     ) -> None:
-        super().__init__(nll, metrics)
-        require_positive(
-            prior_precision=prior_precision,
-            initial_std=initial_std,
-            num_samples=num_samples,
-            num_test_samples=num_test_samples,
-        )
-        require_positive(num_data=num_data or 1)
+        super().__init__(nll)
+        require_positive(prior_precision=prior_precision, initial_std=initial_std, num_test_samples=num_test_samples)
         require_function_of_parameters(model)
-        self.model = initialized(model, derived_seed(seed, 1, 0)) if initialize else copy.deepcopy(model)
+        self.model = initialized(model, derived_seed(seed, 1, 0))
         rho = math.log(math.expm1(initial_std))
         self.rho = nn.ParameterList(torch.full_like(p, rho) for p in self.model.parameters())
         self.prior_precision = prior_precision
-        self.num_samples = num_samples
         self.seed = seed
-        self.num_data = num_data
         self.posterior_file = None if posterior is None else Path(posterior)
         self.num_test_samples = num_test_samples
         self.optimizer = optimizer
@@ -116,11 +91,7 @@ class VariationalRoutine(PredictiveRoutine):
         return {name: F.softplus(rho) for (name, _), rho in zip(self.model.named_parameters(), self.rho, strict=True)}
 
     def network_states(self) -> NoReturn:
-        """Refuse to stand for one network where states are read: it holds a distribution of them.
-
-        Raises:
-            ValueError: always, with how they are drawn.
-        """
+        """Refuse to stand for one network where states are read: it holds a distribution of them."""
         raise ValueError(
             "a variational posterior is a distribution of networks: draw them, routine.posterior().sample(10), or take "
             "its mean, routine.posterior().mean"
@@ -137,11 +108,7 @@ class VariationalRoutine(PredictiveRoutine):
         return optimizer_config([*self.model.parameters(), *self.rho], self.optimizer, self.lr_scheduler)
 
     def on_fit_start(self) -> None:
-        """Check the file before the first step.
-
-        Raises:
-            FileExistsError: it is there, and this run has not been resumed.
-        """
+        """Check the file before the first step, and start the noise."""
         if self.posterior_file is not None and self.posterior_file.exists() and self._noise_state is None:
             raise FileExistsError(f"{self.posterior_file} is there already; give another posterior:, or move it away")
         self._noise = torch.Generator(self.device)
@@ -153,7 +120,7 @@ class VariationalRoutine(PredictiveRoutine):
 
     def on_train_start(self) -> None:
         """Count the training points."""
-        self._points = training_points(self.trainer, self.num_data)
+        self._points = training_points(self.trainer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The negative evidence lower bound divided by the number of training points."""
@@ -161,11 +128,8 @@ class VariationalRoutine(PredictiveRoutine):
         assert self._noise is not None
         self.model.eval()
         mean, std = self.mean(), self.std()
-        drawn = [
-            self.nll(functional_call(self.model, gaussian_draw(mean, std, self._noise), (x,)), y)
-            for _ in range(self.num_samples)
-        ]
-        nll = torch.stack(drawn).mean() * (self._points / len(x))
+        outputs = functional_call(self.model, gaussian_draw(mean, std, self._noise), (x,))
+        nll = self.nll(outputs, y) * (self._points / len(x))
         kl = gaussian_kl(mean, std, self.prior_precision)
         terms = torch.stack([-(nll + kl), -nll, kl]).detach().double() * len(x)
         self._sums = terms if self._sums is None else self._sums.to(terms.device) + terms
@@ -195,7 +159,6 @@ class VariationalRoutine(PredictiveRoutine):
     def on_fit_end(self) -> None:
         """Write the posterior, of a fit that was resumed at its end too."""
         if self.posterior_file is not None and self.trainer.is_global_zero:
-            self.posterior_file.parent.mkdir(parents=True, exist_ok=True)
             self.posterior().save(self.posterior_file)
 
     def on_test_start(self) -> None:

@@ -20,16 +20,18 @@ from torchmetrics.functional.classification import binary_average_precision
 
 from tu_symmetry.evaluation import accuracy, chosen_device
 from tu_symmetry.experiments.study import tracked
-from tu_symmetry.metrics import FunctionalDiversity, MarginalHomogeneity
+from tu_symmetry.metrics import MarginalHomogeneity
 from tu_symmetry.metrics.functional import (
     Removal,
     diversity_summary,
+    largest_weights,
+    pairwise_mutual_information,
     predictive_agreement,
     predictive_total_variation,
     removal,
+    vector_distances,
 )
 from tu_symmetry.metrics.functional.discrepancy import weight_vectors
-from tu_symmetry.metrics.functional.quotient import vector_distances
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.published import CHECKPOINTS, collect_checkpoints
 from tu_symmetry.posterior.samples import SampleStore
@@ -194,11 +196,12 @@ def quality(
 
 def homogeneity(graph: SymmetryGraph, states: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
     """P-value of the corollary, and where each layer's largest weight is."""
-    metric = MarginalHomogeneity(graph, num_resamples=499, keep_largest=True, seed=seed)
+    metric = MarginalHomogeneity(graph, num_resamples=499, seed=seed)
     metric.update(states)
+    generator = torch.Generator().manual_seed(seed)
     largest = {
         name: {"counts": found.counts.tolist(), "index": found.index.tolist(), "p_value": found.p_value}
-        for name, found in metric.largest_weights().items()
+        for name, found in largest_weights(graph, states, generator=generator).items()
     }
     return {"p_value": float(metric.compute()), "largest": largest}
 
@@ -380,11 +383,9 @@ def _diversity(
     found, pairs = {}, {}
     upper = torch.triu_indices(members, members, 1, device="cpu")
     for name, x in others.items():
-        metric = FunctionalDiversity(members).to(device)
-        metric.update(inside, ood=False)
-        metric.update(_probabilities(model, chosen, x, device), ood=True)
+        outside = _probabilities(model, chosen, x, device)
         generator = torch.Generator().manual_seed(seed)
-        a, b = (matrix.cpu() for matrix in metric.matrices())
+        a, b = (pairwise_mutual_information(probs).double().cpu() for probs in (inside, outside))
         found[name] = asdict(diversity_summary(a, b, bootstraps=resamples, generator=generator))
         step = max(1, upper.shape[1] // 2000)  # enough for a figure
         shown = upper[:, ::step]

@@ -1,6 +1,6 @@
 """Pure functions behind the metrics: tensors in, tensors out."""
 
-from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy, mmd_bandwidths, network_discrepancy
+from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy, network_discrepancy
 from tu_symmetry.metrics.functional.diversity import (
     DiversitySummary,
     diversity_summary,
@@ -10,16 +10,12 @@ from tu_symmetry.metrics.functional.gaussian import gaussian_wasserstein
 from tu_symmetry.metrics.functional.homogeneity import (
     HomogeneityTest,
     LargestWeight,
+    largest_weights,
     marginal_homogeneity,
     unit_samples,
 )
 from tu_symmetry.metrics.functional.predictive import predictive_agreement, predictive_total_variation
-from tu_symmetry.metrics.functional.quotient import (
-    QuotientDistances,
-    energy_distance,
-    quotient_distances,
-    sliced_wasserstein,
-)
+from tu_symmetry.metrics.functional.quotient import VectorDistances, vector_distances
 from tu_symmetry.metrics.functional.removal import Removal, removal
 from tu_symmetry.metrics.functional.representation import RepresentationCosts, representation_costs
 from tu_symmetry.metrics.functional.two_sample import DiscrepancyTest, discrepancy_test
@@ -29,23 +25,21 @@ __all__ = [
     "DiversitySummary",
     "HomogeneityTest",
     "LargestWeight",
-    "QuotientDistances",
     "Removal",
     "RepresentationCosts",
+    "VectorDistances",
     "discrepancy_test",
     "diversity_summary",
-    "energy_distance",
     "gaussian_wasserstein",
+    "largest_weights",
     "marginal_homogeneity",
     "maximum_mean_discrepancy",
-    "mmd_bandwidths",
     "network_discrepancy",
     "pairwise_mutual_information",
     "predictive_agreement",
     "predictive_total_variation",
-    "quotient_distances",
     "removal",
     "representation_costs",
-    "sliced_wasserstein",
     "unit_samples",
+    "vector_distances",
 ]

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
-from tu_symmetry.scaling.masses import Parameters, counted_parameters
 from tu_symmetry.states import SymmetryError, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Level = Literal["tensor", "layer", "network"]
-Reduction = Literal["mean", "max", "sum"]
 KERNELS: dict[str, int] = {"laplace": 1, "gaussian": 2}
-_PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
+BANDWIDTHS = 10  # of each kernel
 BANDWIDTH_SAMPLES = 500
+_PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
 
 
-def maximum_mean_discrepancy(
-    x: Tensor,
-    y: Tensor,
-    *,
-    num_bandwidths: int = 10,
-    reduction: Literal["mean", "none"] = "mean",
-) -> Tensor:
-    """Unbiased squared MMD of two sets of samples, over Laplace and Gaussian kernels of several bandwidths.
+def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
+    """Unbiased squared MMD of two sets of samples ``(S, D)`` and ``(T, D)``: the mean of :func:`kernel_discrepancies`.
 
     The estimate is the U-statistic
 
@@ -37,27 +30,17 @@ def maximum_mean_discrepancy(
 
     whose mean is 0 for equal distributions, so that single values may be negative. The kernels are
     ``exp(-||x - y||_1 / b)`` and ``exp(-||x - y||_2^2 / b^2)``, the bandwidths those of :func:`mmd_bandwidths`, as in
-    MMDAgg (Schrab et al., JMLR 2023) and in the code of arXiv 2310.08287. How that paper makes one number of the
-    values is not published; the plain mean here is our choice.
+    MMDAgg (Schrab et al., JMLR 2023) and in the code of arXiv 2310.08287; the plain mean is our choice.
 
     Laws: symmetric in ``x`` and ``y``; unchanged when samples or coordinates are permuted, when both sets are
     translated, and, as long as the bandwidths' floors do not act, when both are scaled.
-
-    Args:
-        x: samples ``(S, D)``.
-        y: samples ``(T, D)``.
-        num_bandwidths: for each of the two kernels.
-        reduction: ``"mean"`` over kernels and bandwidths, or ``"none"``.
-
-    Returns:
-        A scalar, or ``(2, num_bandwidths)``: Laplace, then Gaussian, bandwidths ascending.
-
-    Raises:
-        ValueError: for fewer than two samples, shapes that do not fit, NaN or infinite values.
     """
+    return kernel_discrepancies(x, y).mean()
+
+
+def kernel_discrepancies(x: Tensor, y: Tensor) -> Tensor:
+    """The value of each kernel ``(2, bandwidths)``: Laplace, then Gaussian, bandwidths ascending."""
     x, y = checked_samples(x, y)
-    if reduction not in ("mean", "none"):
-        raise ValueError(f"reduction must be 'mean' or 'none', got {reduction!r}")
     largest = max(largest_entry(x), largest_entry(y))
     unit = 1.0
     if largest > 0 and not 1e-12 < largest < 1e12:  # single precision does not hold the squares of distances
@@ -70,12 +53,10 @@ def maximum_mean_discrepancy(
         pooled = pairwise_distances(torch.cat([x, y]), power)
         within_x, within_y = _off_diagonal(pooled[: len(x), : len(x)]), _off_diagonal(pooled[len(x) :, len(x) :])
         cross = pooled[: len(x), len(x) :]
-        base = cross[:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
-        for b in mmd_bandwidths(base, num_bandwidths, unit=unit):
+        for b in mmd_bandwidths(cross[:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES], unit=unit):
             kxx, kyy, kxy = ((-((d / b) ** power)).exp().mean() for d in (within_x, within_y, cross))
             values.append(kxx + kyy - 2 * kxy)
-    table = torch.stack(values).view(len(KERNELS), num_bandwidths)
-    return table.mean() if reduction == "mean" else table
+    return torch.stack(values).view(len(KERNELS), BANDWIDTHS)
 
 
 def network_discrepancy(
@@ -84,15 +65,12 @@ def network_discrepancy(
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
-    parameters: Parameters | None = None,
     level: Level = "tensor",
-    reduction: Reduction = "mean",
 ) -> Tensor:
-    """Squared MMD of two sets of networks; with a graph, after the removal of their symmetries (NS).
+    """Squared MMD of two sets of networks, mean over their tensors; after the removal of symmetries it is NS.
 
     "MMD computed after the removal of the symmetries" is what arXiv 2310.08287 calls NS. How that paper makes one
-    number of its layers' values is not published: ``level`` says what is one vector, ``reduction`` how their values are
-    combined.
+    number of its layers' values is not published; the mean over tensors is our choice.
 
     Args:
         x: stacked states ``(S, ...)``.
@@ -101,23 +79,15 @@ def network_discrepancy(
             running statistics.
         removed: what is removed with a graph, see :func:`removal`: by default what the paper removes (unit norm, then
             sorting); ``removal("min_mass", align_to=state)`` is this package's choice.
-        parameters: what is compared, with a graph: names, patterns or a predicate as in
-            :func:`~tu_symmetry.canonicalize`. Without a graph pass the tensors that are to be compared.
-        level: ``"tensor"``, ``"layer"`` (the tensors of one module together) or ``"network"``.
-        reduction: ``"mean"``, ``"max"`` or ``"sum"``.
-
-    Returns:
-        A scalar, about 0 for equal distributions (of either sign, as estimates without bias are).
+        level: what is one vector: ``"tensor"``, ``"layer"`` (the tensors of one module together) or ``"network"``.
 
     Raises:
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
         SymmetryError: for states that the graph does not fit.
     """
-    a, b = (weight_vectors(s, graph=graph, removed=removed, parameters=parameters, level=level) for s in (x, y))
+    a, b = (weight_vectors(s, graph=graph, removed=removed, level=level) for s in (x, y))
     require_same_names(a, b)
-    return reduce_discrepancies(
-        {name: maximum_mean_discrepancy(vectors, b[name]) for name, vectors in a.items()}, reduction
-    )
+    return torch.stack([maximum_mean_discrepancy(vectors, b[name]) for name, vectors in a.items()]).mean()
 
 
 def require_same_names(a: Collection[str], b: Collection[str]) -> None:
@@ -127,11 +97,7 @@ def require_same_names(a: Collection[str], b: Collection[str]) -> None:
 
 
 def checked_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Two sets of vectors ``(S, D)`` and ``(T, D)`` in one precision, float32 at least, where the first one is.
-
-    Raises:
-        ValueError: fewer than two vectors, shapes that do not fit, NaN or infinite values.
-    """
+    """Two sets of vectors ``(S, D)`` and ``(T, D)`` in one precision, float32 at least, where the first one is."""
     for name, samples in (("x", x), ("y", y)):
         check_tensor(samples, name, "real")
         if samples.ndim != 2 or len(samples) < 2 or samples.shape[1] == 0:
@@ -149,20 +115,16 @@ def weight_vectors(
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
-    parameters: Parameters | None = None,
     level: Level = "tensor",
 ) -> dict[str, Tensor]:
     """The vectors ``(S, D)`` that :func:`network_discrepancy` compares, by the name of the tensor or layer."""
-    if level not in ("tensor", "layer", "network"):
+    if level not in get_args(Level):
         raise ValueError(f"level must be 'tensor', 'layer' or 'network', got {level!r}")
-    if graph is None and parameters is not None:
-        raise ValueError("parameters needs a graph; without one, pass the tensors that are to be compared")
     if graph is not None:
-        counted = counted_parameters(graph, parameters)
         given = require_state(states, "states")  # a form in half precision would be rounded once more
         wide = {n: t.float() if t.is_floating_point() and t.itemsize < 4 else t for n, t in given.items()}
         form = removal(removed).apply(graph, wide)
-        states = {name: form[name] for name in graph.shapes if name in counted}
+        states = {name: form[name] for name in graph.shapes if name not in graph.buffers}
     if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
         kinds = sorted({str(t.dtype) for t in states.values()})
         raise SymmetryError(f"the states hold no real floating-point weights to compare, only {kinds}")
@@ -178,44 +140,26 @@ def part_of(name: str, level: Level) -> str:
     return {"tensor": name, "layer": name.rpartition(".")[0] or name, "network": "network"}[level]
 
 
-def reduce_discrepancies(values: Mapping[str, Tensor], reduction: Reduction) -> Tensor:
-    """One number of the values of all tensors or layers."""
-    if reduction not in ("mean", "max", "sum"):
-        raise ValueError(f"reduction must be 'mean', 'max' or 'sum', got {reduction!r}")
-    stacked = torch.stack(list(values.values()))
-    return {"mean": stacked.mean(), "max": stacked.max(), "sum": stacked.sum()}[reduction]
-
-
-def mmd_bandwidths(between: Tensor, count: int = 10, *, unit: float = 1.0) -> Tensor:
-    """MMDAgg's bandwidths, in geometric progression from ``lambda_min / 2`` to ``2 lambda_max``.
+def mmd_bandwidths(between: Tensor, *, unit: float = 1.0) -> Tensor:
+    """MMDAgg's bandwidths, ascending in geometric progression from ``lambda_min / 2`` to ``2 lambda_max``, float64.
 
     ``lambda_min`` is the smallest distance or, where that is below 0.1, the larger of the 5 % quantile and 0.1;
-    ``lambda_max`` is the largest, 0.3 at least. Distances of 0 are first replaced by the median.
-
-    Args:
-        between: distances between the samples of the two sets, of any shape.
-        count: number of bandwidths, at least 2.
-        unit: what the distances were multiplied by; the floors 0.1 and 0.3 are, too.
-
-    Returns:
-        Bandwidths ``(count,)``, ascending, float64.
+    ``lambda_max`` is the largest, 0.3 at least. Distances of 0 are first replaced by the median. ``unit`` is what the
+    distances were multiplied by.
     """
-    if count < 2:
-        raise ValueError(f"there must be at least two bandwidths, got {count}")
     d = between.flatten().double()
     median = torch.stack([d.sort().values[(len(d) - 1) // 2], d.sort().values[len(d) // 2]]).mean()
     d = torch.where(d == 0, median, d).sort().values
     smallest = torch.where(d[0] >= 0.1 * unit, d[0], d[int(0.05 * len(d))].clamp_min(0.1 * unit))
     largest = d[-1].clamp_min(0.3 * unit)
-    exponents = torch.arange(count, dtype=torch.float64, device=d.device) / (count - 1)
+    exponents = torch.arange(BANDWIDTHS, dtype=torch.float64, device=d.device) / (BANDWIDTHS - 1)
     return smallest / 2 * (4 * largest / smallest) ** exponents
 
 
 def pairwise_distances(x: Tensor, power: int) -> Tensor:
     """L1 or L2 distances in float64 between all rows ``(N, D)`` of a set: ``(N, N)``, symmetric, 0 on the diagonal.
 
-    Distances between two sets are a block of those of both together: ``pdist`` takes each pair once, and is several
-    times as fast for a pair as ``cdist`` in the form that is used here.
+    ``pdist`` takes each pair once, and is several times as fast for a pair as ``cdist``, also between two sets.
     """
     count = len(x)
     if x.device.type not in ("cpu", "cuda"):  # pdist is missing on other devices

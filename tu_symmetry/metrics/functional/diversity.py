@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.predictive import checked_probabilities
@@ -14,24 +15,19 @@ from tu_symmetry.states import check_tensor
 from tu_symmetry.symmetry.randomness import own_generator
 
 _ELEMENTS_AT_ONCE = 2**24
+_TOLERANCE = 1e-6  # mutual information up to which two networks are one function, nats
 
 
 def pairwise_mutual_information(probs: Tensor) -> Tensor:
-    """Mutual information between prediction and network, for every pair of networks, averaged over the points.
+    """Mutual information ``(M, M)`` in nats between prediction and network, for every pair, averaged over the points.
 
     For two networks, ``MI = H((p + q) / 2) - (H(p) + H(q)) / 2`` (arXiv 2310.08287, section on functional diversity):
     their Jensen-Shannon divergence. Differences of entropies lose digits: pass float64 for values below 1e-6 nats.
 
     Laws: symmetric, zero on the diagonal, in [0, log 2], unchanged when classes are renamed.
 
-    Args:
-        probs: probabilities ``(M, B, C)`` of ``M`` networks.
-
-    Returns:
-        Matrix ``(M, M)`` in nats.
-
     Raises:
-        ValueError: for other shapes, or values that are no probabilities.
+        ValueError: no probabilities ``(M, B, C)``.
     """
     if check_tensor(probs, "probs").ndim != 3:
         raise ValueError(f"probs has the shape {tuple(probs.shape)}; expected (members, points, classes)")
@@ -59,8 +55,8 @@ class DiversitySummary:
         ood_dispersion: standard deviation over the pairs divided by the mean.
         correlation: Pearson's, over the pairs.
         rank_correlation: Spearman's.
-        correlation_interval: percentiles of Pearson's under drawing *networks* with replacement (pairs that share a
-            network are not independent).
+        correlation_interval: 95 % of Pearson's under drawing *networks* with replacement (pairs that share a network
+            are not independent).
         collapsed: share of pairs whose mutual information on test data is at most ``tolerance``.
         distinct: number of different functions: networks that are linked by collapsed pairs count once.
         tolerance: what counts as no difference, nats.
@@ -83,22 +79,15 @@ def diversity_summary(
     id_information: Tensor,
     ood_information: Tensor,
     *,
-    tolerance: float = 1e-6,
     bootstraps: int = 200,
-    confidence: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> DiversitySummary:
     """Dispersion and correlation of pairwise mutual information, and functional collapse.
 
-    Functional collapse means that networks with different weights are one function. It is reported, since a posterior
-    of many samples may hold few functions.
-
     Args:
         id_information: matrix ``(M, M)`` of :func:`pairwise_mutual_information` on test data.
         ood_information: the same networks' on out-of-distribution data.
-        tolerance: mutual information up to which two networks are one function, nats.
         bootstraps: replicates of the interval; 0 for none.
-        confidence: level of the interval.
         generator: source of the replicates.
 
     Raises:
@@ -127,7 +116,6 @@ def diversity_summary(
         different = p != q  # a pair of equal draws has no information by construction
         replicates.append(_pearson(a[p, q][different], b[p, q][different]))
     ranks = [v.argsort().argsort().double() for v in (inside, outside)]
-    linked = a <= tolerance
     return DiversitySummary(
         pairs=len(inside),
         id_mean=float(inside.mean()),
@@ -136,10 +124,10 @@ def diversity_summary(
         ood_dispersion=dispersion(outside),
         correlation=_pearson(inside, outside),
         rank_correlation=_pearson(*ranks),
-        correlation_interval=percentile_interval(torch.tensor(replicates, device="cpu"), confidence),
-        collapsed=float((inside <= tolerance).double().mean()),
-        distinct=_components(linked),
-        tolerance=tolerance,
+        correlation_interval=percentile_interval(torch.tensor(replicates, device="cpu")),
+        collapsed=float((inside <= _TOLERANCE).double().mean()),
+        distinct=int(connected_components((a <= _TOLERANCE).numpy(), directed=False)[0]),
+        tolerance=_TOLERANCE,
     )
 
 
@@ -147,13 +135,3 @@ def _pearson(a: Tensor, b: Tensor) -> float:
     a, b = a - a.mean(), b - b.mean()
     size = float((a.square().sum() * b.square().sum()).sqrt())
     return float((a * b).sum()) / size if size > 0 else math.nan
-
-
-def _components(linked: Tensor) -> int:
-    """Number of connected components of a graph, by its symmetric matrix of edges."""
-    label = torch.arange(len(linked), device="cpu")
-    while True:
-        least = torch.where(linked, label, len(linked)).amin(1).minimum(label)
-        if torch.equal(least, label):
-            return len(label.unique())
-        label = least

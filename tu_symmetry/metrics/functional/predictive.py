@@ -14,17 +14,8 @@ from tu_symmetry.states import check_tensor
 def predictive_agreement(probs_a: Tensor, probs_b: Tensor) -> Tensor:
     """Share of points on which two predictives have the same most probable class.
 
-    Laws: symmetric in its arguments; 1 for equal arguments; unchanged when members are reordered.
-
-    Args:
-        probs_a: probabilities ``(B, C)``, or those of members ``(M, B, C)``, which are averaged over ``M`` first.
-        probs_b: probabilities of the same points and classes; its number of members may differ.
-
-    Returns:
-        A scalar in [0, 1].
-
-    Raises:
-        ValueError: if the shapes do not fit, or an argument holds something else than probabilities.
+    Both are probabilities ``(B, C)``, or those of members ``(M, B, C)``, which are averaged over ``M`` first. Laws:
+    symmetric; 1 for equal arguments; unchanged when members are reordered.
     """
     a, b = _two_predictives(probs_a, probs_b)
     return (a.argmax(dim=-1) == b.argmax(dim=-1)).to(a.dtype).mean()
@@ -33,28 +24,14 @@ def predictive_agreement(probs_a: Tensor, probs_b: Tensor) -> Tensor:
 def predictive_total_variation(probs_a: Tensor, probs_b: Tensor) -> Tensor:
     """Mean over the points of the total variation between two predictives, half of their L1 distance.
 
-    Laws: a metric on predictives (symmetric, triangle inequality, 0 only for equal ones); 1 for disjoint support.
-
-    Args:
-        probs_a: probabilities ``(B, C)``, or those of members ``(M, B, C)``, which are averaged over ``M`` first.
-        probs_b: probabilities of the same points and classes; its number of members may differ.
-
-    Returns:
-        A scalar in [0, 1].
-
-    Raises:
-        ValueError: if the shapes do not fit, or an argument holds something else than probabilities.
+    Arguments are those of :func:`predictive_agreement`. Laws: a metric on predictives; 1 for disjoint support.
     """
     a, b = _two_predictives(probs_a, probs_b)
     return (a - b).abs().sum(dim=-1).mean() / 2
 
 
 def checked_probabilities(probs: Tensor, name: str = "probs") -> Tensor:
-    """Probabilities ``(..., C)`` in float32 at least.
-
-    Raises:
-        ValueError: for empty tensors or values that are no probabilities.
-    """
+    """Probabilities ``(..., C)`` in float32 at least."""
     check_tensor(probs, name)
     if probs.ndim == 0 or 0 in probs.shape:
         raise ValueError(f"{name} has the shape {tuple(probs.shape)}; expected at least one of each axis")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.scaling.canonical import Method
-from tu_symmetry.scaling.removal import Key, removal_element, remove_symmetries
+from tu_symmetry.scaling.removal import removal_element, remove_symmetries
 from tu_symmetry.symmetry.elements import LogScale, Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-RemovalName = Literal["paper", "paper_code", "min_mass"]
+RemovalName = Literal["paper", "min_mass"]
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,12 @@ class Removal:
 
     Attributes:
         name: what it is called where values of it are reported.
-        scale: see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
-        sort: key by which units are sorted, see :func:`~tu_symmetry.remove_symmetries`.
-        reference: a state to align to in place of sorting.
+        scale: see :func:`~tu_symmetry.canonicalize`.
+        reference: a state that units are matched to; None to sort them by their largest weight.
     """
 
     name: str
-    scale: Method | None = "unit_norm"
-    sort: Key = "max"
+    scale: Method
     reference: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def element(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[LogScale, Permutation]:
@@ -43,32 +41,20 @@ class Removal:
             return remove_symmetries(graph, states, certify=False, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "name"}
+        return {"scale": self.scale, "sort": "max", "reference": self.reference}
 
 
 def removal(name: RemovalName | Removal, *, align_to: Mapping[str, Tensor] | None = None) -> Removal:
-    """A removal by its name; the paper is arXiv 2310.08287.
+    """A removal by its name: ``paper`` (arXiv 2310.08287: unit norm of every hidden filter) or ``min_mass``.
 
-    * ``paper``: unit norm of every hidden filter, front to back; sorted by the largest weight (the paper's text)
-    * ``paper_code``: the same; sorted by the first weight (the paper's code)
-    * ``min_mass``: least L2 norm; sorted by the largest weight
-
-    With ``align_to`` units are matched to those of that network instead of sorted (``min_mass, aligned`` is the choice
-    of this package: sorting tears apart units whose keys are almost equal).
-
-    Raises:
-        ValueError: another name.
+    Units are then sorted by their largest weight, or with ``align_to`` matched to those of that network (sorting tears
+    apart units whose keys are almost equal).
     """
     if isinstance(name, Removal):
         return name
-    choices: dict[str, tuple[Method, Key]] = {
-        "paper": ("unit_norm", "max"),
-        "paper_code": ("unit_norm", "first"),
-        "min_mass": ("min_mass", "max"),
-    }
-    if name not in choices:
-        raise ValueError(f"removal must be one of {', '.join(map(repr, choices))} or a Removal, got {name!r}")
-    scale, sort = choices[name]
+    scales: dict[str, Method] = {"paper": "unit_norm", "min_mass": "min_mass"}
+    if name not in scales:
+        raise ValueError(f"removal must be one of {', '.join(map(repr, scales))} or a Removal, got {name!r}")
     if align_to is not None:
-        return Removal(f"{scale}, aligned", scale, sort, dict(align_to))
-    return Removal(f"{scale}, sorted by {'the largest' if sort == 'max' else 'the first'} weight", scale, sort)
+        return Removal(f"{scales[name]}, aligned", scales[name], dict(align_to))
+    return Removal(f"{scales[name]}, sorted by the largest weight", scales[name])

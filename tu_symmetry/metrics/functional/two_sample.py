@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tu_symmetry.metrics.functional.discrepancy import (
     BANDWIDTH_SAMPLES,
+    BANDWIDTHS,
     KERNELS,
     Level,
-    Reduction,
     mmd_bandwidths,
     pairwise_distances,
     part_of,
@@ -27,7 +27,6 @@ from tu_symmetry.metrics.functional.discrepancy import (
 )
 from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
-from tu_symmetry.scaling.masses import Parameters, counted_parameters
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -43,13 +42,10 @@ class DiscrepancyTest:
     """A discrepancy with its uncertainty.
 
     Attributes:
-        value: the aggregated squared MMD.
+        value: the squared MMD, mean over tensors or layers.
         p_value: share of relabelings of the pooled networks that give at least this value, the observed one counted.
-        interval: percentiles of the bootstrap over networks.
-        confidence: level of the interval.
+        interval: percentiles 2.5 and 97.5 of the bootstrap over networks.
         sizes: networks that were compared of the first and the second set.
-        by_part: the value of each tensor or layer, mean over the kernels.
-        by_kernel: kernel to its values, bandwidths ascending, aggregated over the parts.
         aggregation: what was made one number, in words.
         removed: what was removed before, in words; ``"nothing"`` for the plain discrepancy.
     """
@@ -57,16 +53,13 @@ class DiscrepancyTest:
     value: float
     p_value: float
     interval: tuple[float, float]
-    confidence: float
     sizes: tuple[int, int]
-    by_part: dict[str, float]
-    by_kernel: dict[str, list[float]]
     aggregation: str
     removed: str
 
 
 class StackSource(Protocol):
-    """Networks that are read one tensor at a time, as :class:`~tu_symmetry.posterior.samples.SampleStore` does."""
+    """Networks that are read one tensor at a time, as a ``SampleStore`` reads them."""
 
     def __len__(self) -> int:
         """Number of networks."""
@@ -84,13 +77,10 @@ def discrepancy_test(
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
-    parameters: Parameters | None = None,
     level: Level = "tensor",
-    reduction: Reduction = "mean",
     sizes: Sizes = "given",
     permutations: int = 199,
     bootstraps: int = 200,
-    confidence: float = 0.95,
     groups: tuple[Tensor | None, Tensor | None] = (None, None),
     generator: torch.Generator | None = None,
     device: str | torch.device = "cpu",
@@ -105,25 +95,19 @@ def discrepancy_test(
     replicate is an unbiased estimate as well. With ``groups`` whole runs are drawn, and pairs of two draws of one run
     count nothing. Near zero, where the estimate is degenerate, the interval is too wide.
 
-    *Networks that do not fit into memory* are given as stores. Each is read once, and what brings it to its canonical
-    form is kept: factors and permutations of units, a few thousand numbers. Then tensor after tensor is read, as many
-    entries of all networks at a time as ``memory`` holds, and the distances are summed up. In memory are ``memory``
-    bytes of weights, one network, and some eight matrices of all pairs in float64.
+    *Networks that do not fit into memory* are given as stores. Each is read once for what brings it to its canonical
+    form, then tensor after tensor, as many entries of all networks at a time as ``memory`` holds.
 
     Args:
         x: stacked states ``(S, ...)``, or a store such as :class:`~tu_symmetry.posterior.samples.SampleStore`.
         y: the reference ``(T, ...)``, of the same kind.
-        graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`, also for what
-            follows.
+        graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`.
         removed: what is removed with a graph.
-        parameters: what is compared with a graph.
         level: what is one vector.
-        reduction: over the vectors.
         sizes: ``"equal"`` draws from the larger set as many networks as the smaller one has: a control, since the
             spread of the estimate, not its mean, depends on the sizes.
         permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
         bootstraps: number of replicates; 0 for none, the interval is then NaN.
-        confidence: level of the interval, between 0 and 1.
         groups: for each set, the number of the run that each network comes from, ``(S,)`` and ``(T,)``.
         generator: source of all random choices; without one they cannot be repeated.
         device: where distances between networks of stores are computed.
@@ -137,19 +121,14 @@ def discrepancy_test(
     options: dict[str, Any] = {
         "removed": "nothing" if chosen is None else chosen.name,
         "level": level,
-        "reduction": reduction,
         "sizes": sizes,
         "permutations": permutations,
         "bootstraps": bootstraps,
-        "confidence": confidence,
         "groups": groups,
         "generator": generator,
     }
     if isinstance(x, Mapping) and isinstance(y, Mapping):
-        sets = [
-            weight_vectors(s, graph=graph, removed=chosen or "paper", parameters=parameters, level=level)
-            for s in (x, y)
-        ]
+        sets = [weight_vectors(s, graph=graph, removed=chosen or "paper", level=level) for s in (x, y)]
         require_same_names(*sets)
         return vectors_test(*sets, **options)
     if isinstance(x, Mapping) or isinstance(y, Mapping):
@@ -157,16 +136,13 @@ def discrepancy_test(
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
         members = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
-        return _streamed(members, graph, chosen, parameters, level, torch.device(device), memory)
+        return _streamed(members, graph, chosen, level, torch.device(device), memory)
 
     return _test((len(x), len(y)), parts, **options)
 
 
 def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: Any) -> DiscrepancyTest:
-    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by the name of their tensor or layer.
-
-    The options are its own from ``level`` to ``generator``, and ``removed``: what was removed before, in words.
-    """
+    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by their names, with its own options."""
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
         finite: dict[str, Tensor] = {}
@@ -189,7 +165,6 @@ def _streamed(
     members: Sequence[tuple[StackSource, int]],
     graph: SymmetryGraph | None,
     chosen: Removal | None,
-    parameters: Parameters | None,
     level: Level,
     device: torch.device,
     memory: int,
@@ -198,12 +173,9 @@ def _streamed(
     elements = []
     first = members[0][0][members[0][1]]
     if graph is not None and chosen is not None:
-        counted = counted_parameters(graph, parameters)
-        names = [name for name in graph.shapes if name in counted and first[name].is_floating_point()]
+        names = [n for n in graph.shapes if n not in graph.buffers and first[n].is_floating_point()]
         with torch.no_grad():
             elements = [chosen.element(graph, s[i]) for s, i in members]
-    elif parameters is not None:
-        raise ValueError("parameters needs a graph; without one, pass the tensors that are to be compared")
     else:
         require_state(first, "states")
         names = [name for name, t in first.items() if t.is_floating_point()]
@@ -254,25 +226,19 @@ def _test(
     *,
     removed: str = "nothing",
     level: Level = "tensor",
-    reduction: Reduction = "mean",
     sizes: Sizes = "given",
     permutations: int = 199,
     bootstraps: int = 200,
-    confidence: float = 0.95,
     groups: tuple[Tensor | None, Tensor | None] = (None, None),
     generator: torch.Generator | None = None,
 ) -> DiscrepancyTest:
     """The test, from the distances between the networks of both sets that ``sizes`` keeps."""
-    if permutations < 1 or bootstraps < 0 or not 0 < confidence < 1:
+    if permutations < 1 or bootstraps < 0:
+        raise ValueError(f"permutations must be at least 1 and bootstraps 0, got {permutations} and {bootstraps}")
+    if min(counts) < 2:
         raise ValueError(
-            f"permutations must be at least 1, bootstraps 0 and confidence between 0 and 1, got {permutations}, "
-            f"{bootstraps} and {confidence}"
+            f"the sets hold {counts[0]} and {counts[1]} networks; a discrepancy needs at least two of each"
         )
-    if reduction not in ("mean", "max", "sum"):
-        raise ValueError(f"reduction must be 'mean', 'max' or 'sum', got {reduction!r}")
-    for count, what in zip(counts, ("the first set", "the second set"), strict=True):
-        if count < 2:
-            raise ValueError(f"{what} holds {count} networks; a discrepancy needs at least two of each")
     generator = own_generator(generator)
     kept = _kept(*counts, sizes, generator)
     runs = _chosen_groups(groups, kept, counts)
@@ -283,56 +249,38 @@ def _test(
         [torch.randperm(len(observed), generator=generator, device=generator.device).cpu() for _ in range(permutations)]
     )
     drawn = _bootstrap_weights(runs, bootstraps, generator)
-    names, rows, kernels, held = [], [], 0, []
-    total: Tensor | None = None
-    for name, matrices in parts(*kept):
-        mean, labels = torch.zeros_like(matrices[0]), observed.to(matrices[0].device)
+    count, total = 0, torch.zeros((), dtype=torch.float64, device="cpu")
+    for _, matrices in parts(*kept):
+        mean = torch.zeros_like(matrices[0])
         for matrix, power in zip(matrices, KERNELS.values(), strict=True):
             between = matrix[:count_x, count_x:][:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
-            bandwidths = mmd_bandwidths(between)
-            for b in bandwidths:
-                kernel = (-((matrix / b) ** power)).exp_().fill_diagonal_(0)
-                rows.append(_u_statistics(kernel, labels))
-                mean += kernel
-            kernels = len(bandwidths)
-        mean /= kernels * len(KERNELS)
-        names.append(name)
-        rows.append(_u_statistics(mean, labels))
-        if reduction == "max":
-            held.append(mean)
-        else:
-            total = mean if total is None else total.add_(mean)
-    if total is not None:
-        held = [total / (len(names) if reduction == "mean" else 1)]
-    if not held:
+            for b in mmd_bandwidths(between):
+                mean += (-((matrix / b) ** power)).exp_().fill_diagonal_(0)
+        mean /= BANDWIDTHS * len(KERNELS)
+        total = total.to(mean.device) + mean
+        count += 1
+    if not count:
         raise ValueError("there is nothing to compare: no tensors")
-    values = torch.cat(rows).cpu().view(len(names), -1)  # of each part: all kernels, and their mean
-    by_part = dict(zip(names, values[:, -1].tolist(), strict=True))
+    overall = total / count
 
-    def largest(weights: Tensor, runs: Tensor | None = None) -> Tensor:
-        weights = weights.to(held[0].device)
-        return torch.stack([_u_statistics(k, weights, runs) for k in held]).amax(0).cpu()
+    def statistics(weights: Tensor, runs: Tensor | None = None) -> Tensor:
+        return _u_statistics(overall, weights.to(overall.device), runs).cpu()
 
-    value = float(largest(observed)[0])
-    null = largest(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
+    value = float(statistics(observed)[0])
+    null = statistics(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
     interval = (math.nan, math.nan)
     if bootstraps:
         first, second = (g.unique(return_inverse=True)[1] for g in runs)
-        interval = percentile_interval(largest(drawn, torch.cat([first, second + len(first)])), confidence)
-    table = values[:, :-1].reshape(len(names), len(KERNELS), -1)
-    over_parts = {"mean": table.mean(0), "max": table.amax(0), "sum": table.sum(0)}[reduction]
+        interval = percentile_interval(statistics(drawn, torch.cat([first, second + len(first)])))
     words = {"tensor": "tensors", "layer": "layers", "network": "network"}[level]
     return DiscrepancyTest(
         value=value,
         p_value=p_value(null, value, rounding=1e-12 + 1e-9 * abs(value)),
         interval=interval,
-        confidence=confidence,
         sizes=(count_x, count_y),
-        by_part=by_part,
-        by_kernel=dict(zip(KERNELS, over_parts.tolist(), strict=True)),
         aggregation=(
-            f"{reduction} over {len(names)} {words} of the mean over {len(KERNELS) * kernels} kernels "
-            f"({', '.join(KERNELS)}, {kernels} bandwidths each)"
+            f"mean over {count} {words} of the mean over {len(KERNELS) * BANDWIDTHS} kernels "
+            f"({', '.join(KERNELS)}, {BANDWIDTHS} bandwidths each)"
         ),
         removed=removed,
     )
@@ -343,9 +291,8 @@ def _u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -
 
     With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks. With
     ``runs`` ``(N,)``, whose networks have equal weights, pairs of two draws of one run are left out as pairs of two
-    draws of one network are: networks of a run are alike, and a run that is drawn twice would make the set look closer
-    to itself than it is. Drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not
-    ``m n (m n - 1)``.
+    draws of one network are: drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not ``m n (m
+    n - 1)``.
     """
     w = weights.view(len(kernel), -1, 2)
     a, b = w[..., 0], w[..., 1]
