@@ -91,7 +91,7 @@ def test_what_was_read_of_a_routine_is_a_copy() -> None:
         model[0].weight.zero_()
     assert same(read, STATES[0])
     assert tus.load_state(routine(model), prefix="0.").keys() == {"weight", "bias"}
-    with pytest.raises(ValueError, match="names of a routine's network have none"):
+    with pytest.raises(ValueError, match="whose names have no prefix"):
         tus.load_state(routine(model), prefix="model.")
 
 
