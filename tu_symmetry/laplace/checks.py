@@ -228,7 +228,7 @@ def _recovered(
 
 def _differing(tangent: TangentModel, expected: Tensor, found: Tensor) -> tuple[str, ...]:
     """Parameters of which a part is NaN, or differs."""
-    relative, floor = (1e-6, 1e-10) if expected.dtype == torch.float64 else (3e-3, 1e-4)
+    relative, floor = (1e-6, 1e-10) if expected.dtype == torch.float64 else (3e-4, 1e-5)
     floor = floor * float(expected.norm())
     wrong = []
     for name, slot in tangent.slots.items():
