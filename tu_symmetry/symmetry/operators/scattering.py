@@ -52,7 +52,8 @@ def _scatter(call: Call) -> Value:
     for k in (k for k in range(value.ndim) if arriving[-1].shape[k] > index.shape[k]):
         arriving[-1] = views.take(ledger, arriving[-1], k, np.arange(index.shape[k]))
     if len(arriving) == 2 and reduce in SYMMETRIC:
-        ledger.unify(*(p.labels[axis] for p in arriving), *(p.reasons[axis] for p in arriving))
+        a, b = arriving
+        ledger.unify(a.labels[axis], b.labels[axis], a.reasons[axis], b.reasons[axis])
     elif len(arriving) == 2 and not reduce and index.shape[axis] > 1:  # of two at one position, the last remains
         arriving = [views.mix(ledger, p, axis, "written in order") for p in arriving]
     parts = [views.drop(ledger, part, axis, keep=True) for part in (target, *arriving)]
