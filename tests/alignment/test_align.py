@@ -223,3 +223,20 @@ def test_barriers_are_exact_on_a_quadratic() -> None:
     middle = interpolate(a, b, 0.5)
     expected = float(concave(x @ middle["weight"].T + middle["bias"], y))
     assert mean_loss(model, tus.mean_state([a, b]), [(x, y)], concave) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe", "given"])
+@pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
+def test_no_network_moves_away_from_what_it_is_aligned_to(reference: str, solver: Any) -> None:
+    """Networks that lie near each other already: the relaxation alone moves most of them away."""
+    torch.manual_seed(0)
+    widths = [nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)]
+    plain = nn.Sequential(*itertools.chain.from_iterable((layer, nn.ReLU()) for layer in widths))[:-1]
+    graph = tus.discover_symmetries(plain, torch.zeros(2, 6))
+    base = plain.state_dict()
+    for _ in range(5):
+        states = [base, *({n: t + 1.5 * t.std() * torch.randn_like(t) for n, t in base.items()} for _ in range(3))]
+        target: Any = states.pop(0) if reference == "given" else reference
+        found = tus.align(graph, states, reference=target, solver=solver, certify=False)
+        for before, after in zip(found.distances_before, found.distances_after, strict=True):
+            assert after <= before * (1 + 1e-6)

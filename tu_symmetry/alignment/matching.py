@@ -114,6 +114,9 @@ def weight_matching(
     ``look_again``, which takes a few times as long, it looks for a better optimum around each group. Groups come in a
     fixed order, or with a generator in another one in each sweep.
 
+    Law: the result is no farther from the reference than what the search began with, ``init`` or the state as it is
+    (up to 1e-7 of the weights' squared norms).
+
     Raises:
         SymmetryError: a state of another architecture, weights that are NaN, infinite, or so large that float64 does
             not hold their products, or an ``init`` that is no permutation.
@@ -137,14 +140,18 @@ def weight_matching(
     def value(trial: Permutation) -> float:
         return _inner_product(graph, reference_state, permute_tensors(graph, trial, state))
 
-    start = identity_permutation(graph) | (init or {})
+    identity = identity_permutation(graph)
+    start = identity | (init or {})
+    least = _ROUNDING * math.prod(_inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
     iterations = 0
     if solver == "frank_wolfe":
         relaxed, iterations = frank_wolfe(similarities.products)
         start = start | relaxed
     permutation, sweeps, converged = descend(similarities, similarities.plan.families, start, generator)
+    if solver == "frank_wolfe" and value(permutation) < value(identity) - least:  # it moved away: start from there
+        permutation, more, converged = descend(similarities, similarities.plan.families, identity, generator)
+        sweeps += more
     if solver == "descent" and look_again:
-        least = _ROUNDING * math.prod(_inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
         permutation, more = _look_again(similarities, start, permutation, value, least)
         sweeps += more
     objective = value(permutation)
