@@ -127,7 +127,7 @@ def two() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
 
 def test_reports_are_json_that_everybody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A metric may be NaN; JSON has no such number."""
-    monkeypatch.setattr("tu_symmetry.checkpoints.merge._metrics", lambda *a: {"odd": lambda o, t: o.sum() * math.nan})
+    monkeypatch.setattr("tu_symmetry.checkpoints.merge.accuracy", lambda outputs, targets: outputs.sum() * math.nan)
     for k, state in enumerate(states()):
         torch.save({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, tmp_path / f"{k}.pt")
     files = [str(tmp_path / f"{k}.pt") for k in range(3)]
@@ -138,7 +138,7 @@ def test_reports_are_json_that_everybody_reads(tmp_path: Path, monkeypatch: pyte
         raise AssertionError(text)
 
     content = json.loads((tmp_path / "m.report.json").read_text(), parse_constant=refuse)
-    assert content["scores"]["aligned"]["odd"] is None
+    assert content["scores"]["aligned"]["accuracy"] is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

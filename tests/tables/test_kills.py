@@ -67,7 +67,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "callbacks": [COMPACT],
         "routine": routine(
             "HMCRoutine", step_size=0.02, leapfrog_steps=2, burn_in=1, samples=f"{OUT}/samples", samples_per_file=2,
-            moments=f"{OUT}/moments.safetensors",
         ),
         "data": digits(batch_size="full"),
     },
@@ -99,7 +98,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "optimizer": SGD,
     },
     "ensemble": {
-        "callbacks": [SNAPSHOTS, callback("PosteriorDraws", num_samples=2, folder=f"{OUT}/draws")],
+        "callbacks": [SNAPSHOTS],
         "routine": trained(
             is_ensemble=True,
             model=made(

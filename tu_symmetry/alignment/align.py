@@ -36,6 +36,7 @@ class Alignment(Brief, Generic[States]):
         distances_before: L2 distance of each network's parameters to the reference, as given.
         distances_after: the same after the permutation.
         reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
+        iterations: passes over the networks.
         certificates: for each network, by how much its outputs on the graph's example inputs changed, beside what
             rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
@@ -47,6 +48,7 @@ class Alignment(Brief, Generic[States]):
     distances_before: list[float]
     distances_after: list[float]
     reference: int | None
+    iterations: int = 1
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
 
@@ -133,6 +135,7 @@ def align(
         distances_before=[weight_distance(graph, anchor, m) for m in members],
         distances_after=[weight_distance(graph, anchor, a) for a in aligned],
         reference=target.index,
+        iterations=1 + target.search.get("sweeps", 0),
         certificates=certificates,
         uncertified=uncertified,
     )

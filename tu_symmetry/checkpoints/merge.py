@@ -203,7 +203,10 @@ class Kept(dict[str, Any]):
                 super().__setitem__(header["key"], {n: t if t.ndim else t.item() for n, t in found.items()})
 
     def __setitem__(self, key: str, value: Mapping[str, Tensor | float]) -> None:
-        tensors = {n: t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64) for n, t in value.items()}
+        tensors = {
+            n: t if isinstance(t, Tensor) else torch.tensor(t, dtype=torch.float64, device="cpu")
+            for n, t in value.items()
+        }
         header = {"key": key, "made_of": self.made_of, "names": list(value)}
         write_owned(self.folder / f"{digest_of(key)}.safetensors", tensors, header)
         super().__setitem__(key, value)

@@ -93,7 +93,7 @@ def merge_clients(
         [statistics],
         correction="repair",
         loss=nn.functional.cross_entropy,
-        metrics={"accuracy": lambda outputs, y: torch.tensor(accuracy(outputs, y), dtype=torch.float64)},
+        metrics={"accuracy": lambda outputs, y: outputs.new_tensor(accuracy(outputs, y), dtype=torch.float64)},
         validation=list(images.test),
         points=points,
     )
