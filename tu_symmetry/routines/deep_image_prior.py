@@ -317,10 +317,12 @@ class _Projection:
 
 def _sparse_rows(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A matrix in compressed rows, with the 32-bit indices that the CPU's library takes without a copy."""
+    order = (rows * shape[1] + columns).argsort()
+    starts = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
+    starts[1:] = rows.bincount(minlength=shape[0]).cumsum(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, says torch
-        made = torch.sparse_coo_tensor(torch.stack([rows, columns]), values, shape).to_sparse_csr()
-        return torch.sparse_csr_tensor(made.crow_indices().int(), made.col_indices().int(), made.values(), shape)
+        return torch.sparse_csr_tensor(starts, columns[order].int(), values[order], shape)
 
 
 class _Apply(torch.autograd.Function):

@@ -37,6 +37,7 @@ TRAIT_NAMES = {
     "fills": "every entry is one number, which `Value.fill` tells",
     "zeros": "that number is zero",
 }
+"""What the name of a trait says of an operator, beside its rule; what is not said is not relied on."""
 
 
 def register_rule(
