@@ -83,6 +83,9 @@ def reference() -> dict[str, str]:
                 lines += [f".. autoclass:: {path}", ""]
             elif callable(value):
                 lines += [f".. autofunction:: {path}", ""]
+            elif isinstance(value, dict):  # words and what they mean
+                meanings = [f"   - ``{word}``: {meaning.replace('`', '``')}" for word, meaning in value.items()]
+                lines += [f".. data:: {path}", "", *meanings, ""]
             else:
                 lines += [f".. autodata:: {path}", ""]
         pages[f"api/{room}.rst"] = "\n".join(lines)

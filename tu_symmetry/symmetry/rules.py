@@ -21,6 +21,7 @@ GUARD = 1e-5  # and one below this to which a norm is clamped; if it is below IN
 INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
 TRAITS: dict[str, frozenset[str]] = {}
+# What is said of an operator beside its rule; what is not said is not relied on.
 TRAIT_NAMES = {
     "moves": "the entries of its one tensor stand at other places, some at several or at none (views, slices, expand)",
     "same": "of these: the same entries in the same order (casts and views, but no transposition and no slice)",
@@ -37,7 +38,6 @@ TRAIT_NAMES = {
     "fills": "every entry is one number, which `Value.fill` tells",
     "zeros": "that number is zero",
 }
-"""What the name of a trait says of an operator, beside its rule; what is not said is not relied on."""
 
 
 def register_rule(
