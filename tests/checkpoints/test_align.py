@@ -241,26 +241,22 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-def test_a_killed_run_goes_on_to_identical_bytes(
-    graph: SymmetryGraph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_goes_on_to_identical_bytes(graph: SymmetryGraph, tmp_path: Path) -> None:
     """SIGKILL in the middle of a write, with a half-written file left behind."""
     files = write(tmp_path, noisy(graph, 4))
     words = ["align", *map(str, files), "--model", "toy_networks.Net", "--input", "1,4", "--reference", "universe"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    killed = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *words, "--out", str(tmp_path / "killed")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+    def run(name: str, *program: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, *program, *words, "--out", str(tmp_path / name)]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+
+    killed = run("killed", "-c", SCRIPT)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = tree(tmp_path / "killed")
     assert b"half" in left.values() and "net0.safetensors" in left and "report.json" not in left
-    assert cli.main([*words, "--out", str(tmp_path / "killed")]) == 0
-    assert "4 aligned files (1 done before)" in capsys.readouterr().out
-    assert cli.main([*words, "--out", str(tmp_path / "whole")]) == 0
+    assert "4 aligned files (1 done before)" in run("killed", "-m", "tu_symmetry.cli").stdout
+    assert run("whole", "-m", "tu_symmetry.cli").returncode == 0
     assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 

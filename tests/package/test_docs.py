@@ -36,7 +36,7 @@ def pages() -> ModuleType:
 
 def test_the_reference_has_every_public_name(pages: ModuleType) -> None:
     text = "\n".join(pages.reference().values())
-    documented = set(re.findall(r"^\.\. auto\w+:: (\S+)$", text, flags=re.MULTILINE))
+    documented = set(re.findall(r"^\.\. (?:auto\w+|data):: (\S+)$", text, flags=re.MULTILINE))
     functional = {
         f"metrics.functional.{name}" for name in importlib.import_module("tu_symmetry.metrics.functional").__all__
     }
