@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import __main__ as program
 from benchmarks import many, planted
 from benchmarks._report import JSON, MARKDOWN, Goal, Section, Settings, failure, record, save
 from tu_symmetry.reporting.grid import Grid
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """The program sets the number of threads; tests after these are to have theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def table_widths(page: str) -> list[list[int]]:
