@@ -244,11 +244,12 @@ def test_the_data_module_stays_as_it_is_while_training() -> None:
     assert not hasattr(data, "test")
 
 
-def test_what_turns_out_to_be_tested_on_is_not_chosen_on() -> None:
+@pytest.mark.parametrize("options", [{"evaluate_at": "map"}, {"budget": None}])
+def test_what_turns_out_to_be_tested_on_is_not_chosen_on(options: dict[str, Any]) -> None:
     """Loaders that are given to each stage: before the test nothing is known of its data."""
     data, own = UncertaintyData(), routine(network())
     data.setup("fit")
-    callback = FitLaplace(evaluate_at="map")
+    callback = FitLaplace(**options)
     fitting = runner(callback, 1)
     fitting.limit_val_batches = 1.0
     with warnings.catch_warnings():
@@ -259,7 +260,8 @@ def test_what_turns_out_to_be_tested_on_is_not_chosen_on() -> None:
     la = callback.laplace
     with pytest.warns(NothingHeldOutWarning, match="are the test data"):
         fitting.test(own, DataLoader(copy.deepcopy(data.val), 60), verbose=False)
-    assert callback.laplace is la and not callback.calibration.held_out
+    assert not callback.calibration.held_out
+    assert callback.laplace is la if "evaluate_at" in options else len(callback.fits[0]) == 1
 
 
 def test_test_data_that_are_not_there_do_not_stop_a_training() -> None:

@@ -228,7 +228,7 @@ def test_which_network() -> None:
 def test_what_would_fail_at_the_end_fails_at_the_start() -> None:
     odd = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Embedding(3, 4, max_norm=1.0), nn.Linear(4, CLASSES))
     for model, options, message in (
-        (odd, {}, "Embedding with max_norm"),
+        (odd, {"curvature": "kfac"}, "Embedding with max_norm"),
         (net(), {"parameters": ["head"]}, "matches no parameter"),
     ):
         routine = Routine(model)

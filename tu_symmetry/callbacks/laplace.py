@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -12,11 +13,26 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tu_symmetry.callbacks.held_out import at_most, calibration_loader, is_tested_on, share_samples, spread
+from tu_symmetry.callbacks.laplace_choice import (
+    DECIDING,
+    JOINT,
+    METHODS,
+    Clock,
+    Fit,
+    OverBudgetError,
+    Watched,
+    choose,
+    describe,
+    duration,
+    parse_budget,
+    seconds_of,
+)
 from tu_symmetry.callbacks.laplace_users import (
     LaplaceUser,
     attach,
@@ -35,6 +51,7 @@ from tu_symmetry.laplace.checks import require_weights
 from tu_symmetry.laplace.curvature import require_room
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.determinants import Hyperprior
+from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.likelihood import Likelihood, LikelihoodName, make_likelihood
@@ -52,6 +69,8 @@ T = TypeVar("T")
 _HELD_OUT, _TRAINED_ON = 2000, 1000  # samples that the temperature is chosen on, of either kind
 _PART = 5  # or, where that is more, one held-out sample for so many training samples
 _READINGS, _LEAST = 75_000, 30  # of samples by the evidence at its default, and iterations whatever their number
+_TRIED, _MOST = 4, 1000  # iterations whose time is measured, and the most
+_DIRECTION = 0.3  # what an iteration takes, as a share of KFAC at the weights, before any is measured
 
 
 class _Trained(NamedTuple):
@@ -66,6 +85,12 @@ class _Trained(NamedTuple):
 class FitLaplace(Callback):
     """Fits :class:`~tu_symmetry.LinearizedLaplace` to the trained network, and chooses its precisions by the evidence.
 
+    Which approximation that is, it finds by itself: of the last layer, KFAC at the weights, and KFAC at the joint
+    optimum it fits what its ``budget`` allows, and keeps the cheapest that held-out data cannot tell from the best
+    (:func:`~tu_symmetry.callbacks.laplace_choice.choose`). The first is fitted in any case. Where there is nothing to
+    choose on, or several processes train, it is the only one. Options that say what to fit (``curvature``,
+    ``evaluate_at``, ``parameters``, ``groups``) leave no choice, and no limit of time.
+
     It fits at the end of ``fit``, and before ``test``, ``validate`` and ``predict`` to weights that are new to it.
     Everything with a method ``attach_laplace`` gets the approximation; members of an ensemble get one each. Training
     data are read in order, whole and unaugmented. Loggers get ``laplace/log_evidence`` (nats), ``laplace/gamma``,
@@ -75,6 +100,8 @@ class FitLaplace(Callback):
         train_data: the training data as the network sees them when it predicts; None for the trainer's, with the data
             module's ``test_transform``.
         network: attribute path (``"model.ema_model"``) or callable of the LightningModule; None for its ``model``.
+        budget: time for it all: a share of the training's (a minute, where nothing was trained), a duration such as
+            ``"10min"``, or None for all that it takes.
         hyperprior: see :meth:`LinearizedLaplace.optimize_evidence`.
         max_iterations: the most that the evidence takes. ``auto``: as many as read 75,000 samples, and 30 at least,
             which is enough to predict with. None: to convergence, to compare networks by their evidence.
@@ -91,6 +118,7 @@ class FitLaplace(Callback):
 
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.
+        fits: all that were fitted to each network, to choose from.
         laplace, evidence_result, calibration: the only one of these, or None.
     """
 
@@ -99,6 +127,7 @@ class FitLaplace(Callback):
         train_data: DataLoader[Any] | Dataset[Any] | None = None,
         *,
         network: ModuleSource | None = None,
+        budget: float | str | None = 0.25,
         hyperprior: Hyperprior | Literal["default"] | None = "default",
         max_iterations: int | Literal["auto"] | None = "auto",
         calibrate: bool | Literal["auto"] = "auto",
@@ -125,6 +154,7 @@ class FitLaplace(Callback):
             raise ValueError(f"max_iterations={max_iterations!r} is not known; choose 'auto', a number, or None")
         self.train_data, self.network, self.likelihood = train_data, network, likelihood
         self.options = options  # in a line of its own, by which jsonargparse finds what they are options of
+        self.budget = parse_budget(budget)
         self.hyperprior, self.max_iterations = hyperprior, max_iterations
         self.calibrate, self.calibration_data, self.standard_errors = calibrate, calibration_data, standard_errors
         self.path = None if path is None else Path(path)
@@ -136,11 +166,14 @@ class FitLaplace(Callback):
         self.laplaces: list[LinearizedLaplace] = []
         self.evidence_results: list[EvidenceResult] = []
         self.calibrations: list[Calibration] = []
+        self.fits: list[list[Fit]] = []
         self.files: list[Path] = []
         self._fingerprints: list[str] = []
         self._chosen_on: DataLoader[Any] | None = None
         self._trained: _Trained | None = None
         self._warned = False
+        self._training_began: float | None = None
+        self._training_seconds: float | None = None
 
     @property
     def laplace(self) -> LinearizedLaplace | None:
@@ -170,17 +203,7 @@ class FitLaplace(Callback):
                 f"precision={trainer.precision!r} makes the weights torch.bfloat16 or torch.float16, of which no "
                 "curvature can be taken: train with 'bf16-mixed' or '32-true'"
             )
-        made = [self._approximation(network, pl_module) for network in find_networks(pl_module, self.network)]
-        for laplace in made:
-            require_weights(laplace.model, laplace.tangent.names)
-            if laplace.options.curvature == "kfac":
-                find_layers(laplace.model, laplace.tangent.names)
-            require_room(laplace.tangent, laplace.options, groups=1 if laplace.prior == "single" else 2)
-            if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
-                raise ValueError(
-                    "num_classes=1 is a single logit: train with nn.BCEWithLogitsLoss(), which is recognized, or pass "
-                    "likelihood='binary'"
-                )
+        made = [self._possible(network, pl_module) for network in find_networks(pl_module, self.network)]
         self.forget()
         attach(pl_module, [])
         require_own(pl_module, made)
@@ -193,6 +216,12 @@ class FitLaplace(Callback):
         validation = calibration_loader(trainer, training, self.calibration_data)
         self._trained = _Trained(networks, trainer.world_size, training, validation)
         self._held_out(trainer, training)
+        self._training_began = time.monotonic()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Know how long the training took."""
+        if self._training_began is not None:
+            self._training_seconds = time.monotonic() - self._training_began
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit to the weights that training ended with."""
@@ -228,7 +257,7 @@ class FitLaplace(Callback):
             found = [la.tangent.fingerprint() for la in known]
             if len(known) == len(networks) and found == self._fingerprints:
                 attach(pl_module, known)
-                self._require_untested(trainer, pl_module, known)
+                self._require_untested(trainer, pl_module)
             elif self.load_from is not None:
                 files = _numbered(self.load_from, len(networks))
                 loaded = [LinearizedLaplace.load(file, net) for file, net in zip(files, networks, strict=True)]
@@ -243,58 +272,156 @@ class FitLaplace(Callback):
     def _fit(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require_whole_weights(trainer)
         cuda = pl_module.device.type == "cuda"
-        made = []
-        self.evidence_results = []
         shown = trainer.progress_bar_callback is not None and trainer.is_global_zero
         lines = show_progress() if shown else nullcontext()
+        networks = find_networks(pl_module, self.network)
+        self.fits, chosen = [], []
         with torch.inference_mode(False), isolate_rng(include_cuda=cuda), lines as progress:
-            loader = self._training(trainer, pl_module)
-            for network in find_networks(pl_module, self.network):
+            training = self._training(trainer, pl_module)
+            self._chosen_on = self._held_out(trainer, training)
+            seconds = self._announce(trainer)
+            for network in networks:
                 leave_inference(network)
                 if trainer.world_size > 1:
                     share_buffers(network)
-                laplace = self._approximation(network, pl_module).fit(loader, progress=progress)
-                made.append(laplace)
-                self.evidence_results.append(self._optimize(laplace, progress))
-            self._calibrate(trainer, pl_module, made, loader)
+                clock = Clock(None if seconds is None else seconds / len(networks))
+                self.fits.append(self._fit_methods(trainer, pl_module, network, training, clock, progress))
+                chosen.append(choose(self.fits[-1], self.standard_errors))
+        self.evidence_results = [fit.evidence for fit in chosen if fit.evidence is not None]
+        self.calibrations = [fit.calibration for fit in chosen if fit.calibration is not None]
+        made = [fit.laplace for fit in chosen if fit.laplace is not None]
         self._adopt(pl_module, made)
         self._finish(trainer)
+        if not self._decided:
+            for fits, fit in zip(self.fits, chosen, strict=True):
+                rank_zero_info(describe(fits, fit, self.standard_errors))
         say(made, self.evidence_results if self.max_iterations == "auto" else [], self.calibrations)
 
-    def _optimize(self, laplace: LinearizedLaplace, progress: Progress | None) -> EvidenceResult:
+    @property
+    def _decided(self) -> bool:
+        """Whether the options say what to fit."""
+        return any(name in self.options for name in DECIDING)
+
+    def _announce(self, trainer: Trainer) -> float | None:
+        """Say how much time there is to choose in, and return the seconds; None where there is no limit."""
+        if self._decided or self.budget is None:
+            return None
+        seconds, trained = seconds_of(self.budget, self._training_seconds), self._training_seconds
+        after = "" if trained is None else f" after a training of {duration(trained)}"
+        rank_zero_info(
+            f"FitLaplace has {duration(seconds)}{after}: it fits {', then '.join(METHODS)}, as far as they fit in. "
+            "budget='10min' gives it ten minutes, budget=None all that it takes"
+        )
+        return seconds
+
+    def _possible(self, network: nn.Module, pl_module: LightningModule) -> LinearizedLaplace:
+        """The first approximation that the network allows; the error of the last where it allows none."""
+        errors: list[Exception] = []
+        for method in self._methods().values():
+            try:
+                laplace = self._approximation(network, pl_module, method)
+                self._require(laplace, pl_module)
+                return laplace
+            except (ValueError, TypeError) as error:
+                errors.append(error)
+        raise errors[-1]
+
+    def _methods(self) -> dict[str, dict[str, Any]]:
+        return {"": {}} if self._decided else METHODS
+
+    def _require(self, laplace: LinearizedLaplace, pl_module: LightningModule) -> None:
+        """What would fail at the end."""
+        require_weights(laplace.model, laplace.tangent.names)
+        if laplace.options.curvature == "kfac":
+            find_layers(laplace.model, laplace.tangent.names)
+        require_room(laplace.tangent, laplace.options, groups=1 if laplace.prior == "single" else 2)
+        if laplace.likelihood.name == "classification" and getattr(pl_module, "num_classes", 2) == 1:
+            raise ValueError(
+                "num_classes=1 is a single logit: train with nn.BCEWithLogitsLoss(), which is recognized, or pass "
+                "likelihood='binary'"
+            )
+
+    def _fit_methods(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        network: nn.Module,
+        training: DataLoader[Any],
+        clock: Clock,
+        progress: Progress | None,
+    ) -> list[Fit]:
+        """Every method, by cost, as long as there is time, and something to choose on."""
+        fits: list[Fit] = []
+        without = self._chosen_on is None or trainer.world_size > 1
+        weights: FittedLaplace | None = None  # KFAC there, with which the joint optimum begins
+        for name, method in self._methods().items():
+            first = not any(fit.laplace for fit in fits)
+            own = Clock(None) if first else Clock(clock.left)
+            if not first and without:
+                break
+            try:
+                laplace = self._approximation(network, pl_module, method)
+                if weights is not None and name == JOINT:
+                    own.require(_LEAST * _DIRECTION * fits[-1].seconds)
+                    laplace = LinearizedLaplace.from_fitted(weights.begun_at("tangent_mode"), training)
+                else:
+                    self._require(laplace, pl_module)
+                    laplace.fit(training if first else Watched(training, own), progress=progress)
+                    laplace.train_loader = training
+                    weights = laplace.fitted if method.get("curvature") == "kfac" else None
+                evidence = self._optimize(laplace, own, progress)
+                calibration = self._calibrated(pl_module, laplace, training, own)
+            except OverBudgetError as error:
+                fits.append(Fit(name, own.spent, missing=f"it takes {error}"))
+                break
+            except (ValueError, TypeError) as error:
+                if self._decided or (name == JOINT and first):
+                    raise
+                fits.append(Fit(name, own.spent, missing=str(error)))
+            else:
+                fits.append(Fit(name, own.spent, laplace, evidence, calibration))
+        return fits
+
+    def _optimize(self, laplace: LinearizedLaplace, clock: Clock, progress: Progress | None) -> EvidenceResult:
         limit = self.max_iterations
         with warnings.catch_warnings():
             if limit == "auto":  # instead of a warning there is a sentence in what is printed
                 limit = max(_LEAST, _READINGS // laplace.summary.samples)
                 warnings.simplefilter("ignore", NotConvergedWarning)
-            return laplace.optimize_evidence(hyperprior=self.hyperprior, max_iterations=limit, progress=progress)
+            options: Any = {"hyperprior": self.hyperprior, "progress": progress}
+            if clock.left < math.inf and laplace.evaluate_at == "tangent_mode":
+                before = clock.spent
+                found = laplace.optimize_evidence(max_iterations=_TRIED, **options)
+                if found.converged:
+                    return found
+                each = (clock.spent - before) / _TRIED
+                clock.require(each * _LEAST)
+                limit = min(limit or _MOST, int(clock.left / each))
+            return laplace.optimize_evidence(max_iterations=limit, **options)
 
-    def _approximation(self, network: nn.Module, pl_module: LightningModule) -> LinearizedLaplace:
-        return LinearizedLaplace(network, training_likelihood(self.likelihood, pl_module), **self.options)
+    def _approximation(
+        self, network: nn.Module, pl_module: LightningModule, method: Mapping[str, Any]
+    ) -> LinearizedLaplace:
+        likelihood = training_likelihood(self.likelihood, pl_module)
+        others = {name: value for name, value in method.items() if name not in self.options}
+        return LinearizedLaplace(network, likelihood, **others, **self.options)
 
-    def _calibrate(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        laplaces: Sequence[LinearizedLaplace],
-        training: DataLoader[Any],
-    ) -> None:
-        """Choose the temperatures for the predictions that the LightningModule will make."""
-        self.calibrations, self._chosen_on = [], None
-        options = [predictive_options(pl_module, laplace) for laplace in laplaces]
-        if self.calibrate is False or any(own.get("link_approx") == "mean" for own in options):
-            return
-        self._chosen_on = self._held_out(trainer, training)
-        data, held_out = self._chosen_on, True
+    def _calibrated(
+        self, pl_module: LightningModule, laplace: LinearizedLaplace, training: DataLoader[Any], clock: Clock
+    ) -> Calibration | None:
+        """Choose the temperature for the predictions that the LightningModule will make."""
+        own = predictive_options(pl_module, laplace)
+        if self.calibrate is False or own.get("link_approx") == "mean":
+            return None
+        data: Iterable[Any] | None = self._chosen_on
+        held_out = data is not None
         if data is None and self.calibrate == "auto":
             some = spread(training.dataset, _TRAINED_ON)
-            data, held_out = DataLoader(some, training.batch_size, collate_fn=training.collate_fn), False
-        if data is not None:
-            errors = self.standard_errors
-            self.calibrations = [
-                laplace.calibrate(data, held_out=held_out, standard_errors=errors, **own)
-                for laplace, own in zip(laplaces, options, strict=True)
-            ]
+            data = DataLoader(some, training.batch_size, collate_fn=training.collate_fn)
+        if data is None:
+            return None
+        data = data if clock.left == math.inf else Watched(data, clock)
+        return laplace.calibrate(data, held_out=held_out, standard_errors=self.standard_errors, **own)
 
     def _held_out(self, trainer: Trainer, training: DataLoader[Any]) -> DataLoader[Any] | None:
         """The data to choose the temperature on, where there are any that are neither trained on nor tested on."""
@@ -329,18 +456,21 @@ class FitLaplace(Callback):
             )
         self._warned = True
 
-    def _require_untested(
-        self, trainer: Trainer, pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]
-    ) -> None:
-        """Where it turns out that the temperature was chosen on what is tested on now, choose it anew elsewhere."""
+    def _require_untested(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Where it turns out that data were chosen on that are tested on now, choose anew on others."""
         chosen_on, tested = self._chosen_on, trainer.state.fn == TrainerFn.TESTING
         guessed = self.calibrate == "auto" and self.calibration_data is None
         if not guessed or chosen_on is None or not tested or not is_tested_on(chosen_on, trainer):
             return
         self._warn("the validation data are the test data")
+        if not self._decided:
+            self._fit(trainer, pl_module)
+            return
+        self._chosen_on = None
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
-            training: Any = laplaces[0].train_loader
-            self._calibrate(trainer, pl_module, laplaces, training)
+            training = self._training(trainer, pl_module)
+            found = [self._calibrated(pl_module, laplace, training, Clock(None)) for laplace in self.laplaces]
+        self.calibrations = [calibration for calibration in found if calibration is not None]
         self._finish(trainer)
         say([], [], self.calibrations)
 

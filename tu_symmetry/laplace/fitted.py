@@ -118,6 +118,19 @@ class FittedLaplace:
         _ = found.layers
         return replace(found, **attributes)
 
+    def begun_at(self, evaluate_at: EvaluateAt) -> FittedLaplace:
+        """The same curvature, with precisions at their centers, before any evidence."""
+        return FittedLaplace.begin(
+            self.tangent,
+            self.likelihood,
+            self.options,
+            self.curvature,
+            prior=self.prior,
+            evaluate_at=evaluate_at,
+            noise_variance=self.noise_variance,
+            noise_fixed=self.noise_fixed,
+        )
+
     @property
     def model(self) -> nn.Module:
         """The network."""
