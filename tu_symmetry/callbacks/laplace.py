@@ -119,6 +119,7 @@ class FitLaplace(Callback):
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.
         fits: all that were fitted to each network, to choose from.
+        training_seconds: how long the training took; None where there was none.
         laplace, evidence_result, calibration: the only one of these, or None.
     """
 
@@ -173,7 +174,7 @@ class FitLaplace(Callback):
         self._trained: _Trained | None = None
         self._warned = False
         self._training_began: float | None = None
-        self._training_seconds: float | None = None
+        self.training_seconds: float | None = None
 
     @property
     def laplace(self) -> LinearizedLaplace | None:
@@ -221,7 +222,7 @@ class FitLaplace(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Know how long the training took."""
         if self._training_began is not None:
-            self._training_seconds = time.monotonic() - self._training_began
+            self.training_seconds = time.monotonic() - self._training_began
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fit to the weights that training ended with."""
@@ -306,7 +307,7 @@ class FitLaplace(Callback):
         """Say how much time there is to choose in, and return the seconds; None where there is no limit."""
         if self._decided or self.budget is None:
             return None
-        seconds, trained = seconds_of(self.budget, self._training_seconds), self._training_seconds
+        seconds, trained = seconds_of(self.budget, self.training_seconds), self.training_seconds
         after = "" if trained is None else f" after a training of {duration(trained)}"
         rank_zero_info(
             f"FitLaplace has {duration(seconds)}{after}: it fits {', then '.join(METHODS)}, as far as they fit in. "
