@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -27,6 +28,7 @@ from tu_symmetry.callbacks.laplace_choice import (
     Fit,
     OverBudgetError,
     Watched,
+    cheapest,
     choose,
     describe,
     duration,
@@ -288,15 +290,17 @@ class FitLaplace(Callback):
                 clock = Clock(None if seconds is None else seconds / len(networks))
                 self.fits.append(self._fit_methods(trainer, pl_module, network, training, clock, progress))
                 chosen.append(choose(self.fits[-1], self.standard_errors))
-        self.evidence_results = [fit.evidence for fit in chosen if fit.evidence is not None]
-        self.calibrations = [fit.calibration for fit in chosen if fit.calibration is not None]
-        made = [fit.laplace for fit in chosen if fit.laplace is not None]
-        self._adopt(pl_module, made)
-        self._finish(trainer)
+        self._keep(trainer, pl_module, chosen)
         if not self._decided:
             for fits, fit in zip(self.fits, chosen, strict=True):
                 rank_zero_info(describe(fits, fit, self.standard_errors))
-        say(made, self.evidence_results if self.max_iterations == "auto" else [], self.calibrations)
+        say(self.laplaces, self.evidence_results if self.max_iterations == "auto" else [], self.calibrations)
+
+    def _keep(self, trainer: Trainer, pl_module: LightningModule, chosen: Sequence[Fit]) -> None:
+        self.evidence_results = [fit.evidence for fit in chosen if fit.evidence is not None]
+        self.calibrations = [fit.calibration for fit in chosen if fit.calibration is not None]
+        self._adopt(pl_module, [fit.laplace for fit in chosen if fit.laplace is not None])
+        self._finish(trainer)
 
     @property
     def _decided(self) -> bool:
@@ -305,7 +309,7 @@ class FitLaplace(Callback):
 
     def _announce(self, trainer: Trainer) -> float | None:
         """Say how much time there is to choose in, and return the seconds; None where there is no limit."""
-        if self._decided or self.budget is None:
+        if self._decided or self.budget is None or self._chosen_on is None or trainer.world_size > 1:
             return None
         seconds, trained = seconds_of(self.budget, self.training_seconds), self.training_seconds
         after = "" if trained is None else f" after a training of {duration(trained)}"
@@ -464,15 +468,16 @@ class FitLaplace(Callback):
         if not guessed or chosen_on is None or not tested or not is_tested_on(chosen_on, trainer):
             return
         self._warn("the validation data are the test data")
-        if not self._decided:
-            self._fit(trainer, pl_module)
-            return
         self._chosen_on = None
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"):
             training = self._training(trainer, pl_module)
-            found = [self._calibrated(pl_module, laplace, training, Clock(None)) for laplace in self.laplaces]
-        self.calibrations = [calibration for calibration in found if calibration is not None]
-        self._finish(trainer)
+            fits = [
+                replace(fit, calibration=self._calibrated(pl_module, fit.laplace, training, Clock(None)))
+                for fit in map(cheapest, self.fits)
+                if fit.laplace is not None
+            ]
+        self.fits = [[fit] for fit in fits]
+        self._keep(trainer, pl_module, fits)
         say([], [], self.calibrations)
 
     def _training(self, trainer: Trainer, pl_module: LightningModule) -> DataLoader[Any]:

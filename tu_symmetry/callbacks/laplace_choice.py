@@ -111,18 +111,22 @@ class Fit:
     missing: str = ""
 
 
+def cheapest(fits: Sequence[Fit]) -> Fit:
+    """The first that could be fitted."""
+    return next(fit for fit in fits if fit.laplace is not None)
+
+
 def choose(fits: Sequence[Fit], standard_errors: float) -> Fit:
     """The first that no later one surely beats on held-out data; the first of all where nothing was judged.
 
     One surely beats another where its calibrated NLL is lower by more than so many standard errors of the difference,
     which are taken as if the two gains over the network were independent.
     """
-    found = [fit for fit in fits if fit.laplace is not None]
-    chosen = found[0]
-    for other in found[1:]:
+    chosen = cheapest(fits)
+    for other in fits[fits.index(chosen) + 1 :]:
         a, b = chosen.calibration, other.calibration
         if a is None or b is None:
-            break
+            continue
         error = math.hypot(a.standard_error, b.standard_error)
         if b.calibrated.nll < a.calibrated.nll - standard_errors * error:
             chosen = other
