@@ -3,8 +3,8 @@ Laplace in one callback, with out-of-distribution data
 ======================================================
 
 Linearized Laplace turns a trained network into a Gaussian over its weights. ``FitLaplace`` fits it when training ends:
-one line in the list of callbacks. TorchUncertainty's routine then tests the predictive with its own metrics, and scores
-how well it tells what it has never seen.
+one line in the list of callbacks. This page shows two things that one can ask of it, probabilities and a score for what
+the network has never seen, each where it helps and where it does not.
 """
 
 # %%
@@ -12,7 +12,7 @@ how well it tells what it has never seen.
 # ----
 # Digits 0 to 7 are the task, 8 and 9 are out of distribution. TorchUncertainty's routine reads the test data and the
 # out-of-distribution data as two loaders. Only 200 images are for training, so that the network becomes too certain of
-# itself; 200 more choose the temperature of the posterior.
+# itself; 200 more choose how far to trust the network and the posterior.
 
 import matplotlib.pyplot as plt
 import torch
@@ -21,10 +21,11 @@ from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.functional.classification import binary_auroc
 from torch_uncertainty.routines import ClassificationRoutine
 
 from tu_symmetry import FitLaplace
-from tu_symmetry.routines import LaplacePostProcessing
+from tu_symmetry.routines import EpistemicCriterion, LaplacePostProcessing
 
 
 class KnownAndNew(LightningDataModule):
@@ -61,10 +62,9 @@ class KnownAndNew(LightningDataModule):
 # %%
 # Train, and fit Laplace
 # ----------------------
-# The routine takes the approximation as its post-processing, and its scores for out-of-distribution detection from the
-# predictive. ``calibrate`` chooses the temperature of the posterior on the validation data: at 0 it is the network
-# itself, so that the predictive is never worse there. On a task as easy as this one the posterior of the evidence is
-# far too wide by itself: ``LaplaceHurtsWarning`` says so, and which temperature predictions have from then on.
+# Without options ``FitLaplace`` takes a quarter of the training's time. It says what it fitted, what each approximation
+# gains on the validation data, and which it keeps. ``EpistemicCriterion`` has TorchUncertainty's routine score
+# out-of-distribution data by what the posterior leaves open.
 
 seed_everything(0, verbose=False)
 data = KnownAndNew()
@@ -76,53 +76,76 @@ routine = ClassificationRoutine(
     optim_recipe=torch.optim.Adam(network.parameters(), lr=1e-2),
     post_processing=LaplacePostProcessing(),
     eval_ood=True,
-    ood_criterion="post_processing",
+    ood_criterion=EpistemicCriterion(),
 )
-laplace = FitLaplace(prior="per_group", evaluate_at="map", calibrate=True)
+callback = FitLaplace()
 quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 logger = CSVLogger("runs")
-trainer = Trainer(max_epochs=60, accelerator="cpu", callbacks=[laplace], logger=logger, log_every_n_steps=4, **quiet)
+trainer = Trainer(max_epochs=60, accelerator="cpu", callbacks=[callback], logger=logger, log_every_n_steps=4, **quiet)
 trainer.fit(routine, data)
+laplace = callback.laplace
 
 # %%
-# What the evidence has chosen
-# ----------------------------
-# A prior precision for each group of weights that the normalization makes scale-free, and one for the rest.
+# Probabilities
+# -------------
+# ``predictive`` gives probabilities. On held-out data they are compared with the network, and with the network whose
+# logits are scaled by the one number that is best there (temperature scaling), which costs next to nothing. This
+# network is calibrated already, so that nothing is better than the network itself, and ``FitLaplace`` says so: the
+# temperature of the posterior is 0. The posterior as the evidence chose it would make the probabilities worse.
 
-print(f"log evidence: {float(laplace.laplace.log_marginal_likelihood()):.1f} nats")
-for group in laplace.laplace.report():
-    print(f"{group.name}: precision {group.precision:.3g}, weights that the data determine {group.gamma:.1f}")
+print(callback.calibration)
 
 # %%
-# The predictive, on known and on new digits
-# ------------------------------------------
-# Probabilities are less certain where the data say little. ``predictive`` takes inputs; ``trainer.test(routine, data)``
-# reports accuracy, calibration and the area under the curve of out-of-distribution detection.
+# What the network has never seen
+# -------------------------------
+# ``epistemic`` is a score and no probability: the mutual information of label and weights, by the posterior of the
+# evidence, whatever the temperature. Against it stands the entropy of the network's own probabilities. New digits look
+# like those that the network knows, and the network is unsure of them: its entropy is the better score. Inverted and
+# turned images are far from all that it was trained on; the network is sure of them nevertheless, and only the posterior
+# says that it should not be.
 
-known, new = data.testing.tensors[0], data.new.tensors[0]
 routine.eval()
-with torch.no_grad():
-    for name, images in {"known digits": known, "new digits": new}.items():
-        plain = network(images).softmax(-1).amax(-1).mean()
-        bayes = laplace.laplace.predictive(images, link_approx="probit").amax(-1).mean()
-        print(f"{name}: mean confidence of the network {plain:.3f}, of Laplace {bayes:.3f}")
+known = data.testing.tensors[0]
+kinds = {
+    "new digits": data.new.tensors[0],
+    "inverted digits": 1 - known,
+    "digits turned by 90°": known.view(-1, 8, 8).rot90(dims=(1, 2)).reshape(-1, 64),
+}
+
+
+def entropy(inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.special.entr(network(inputs).softmax(-1)).sum(-1)
+
+
+def area(score, inputs: torch.Tensor) -> float:
+    """Share of pairs of a known and an unknown image in which the unknown one has the higher score."""
+    scores = torch.cat([score(known), score(inputs)])
+    ranks = scores.double().argsort().argsort() / len(scores)
+    return float(binary_auroc(ranks, (torch.arange(len(scores)) >= len(known)).long()))
+
+
+for name, inputs in kinds.items():
+    print(f"{name}: AUROC {area(entropy, inputs):.2f} by the network's entropy, {area(laplace.epistemic, inputs):.2f} by Laplace")
 
 # %%
-# How often the network and its Laplace approximation are how sure of a digit that neither has seen.
+# The two scores, of known digits and of each kind. A score tells a kind apart where its curve lies right of the black
+# one.
 
-with torch.no_grad():
-    sure = {
-        "network": network(new).softmax(-1).amax(-1),
-        "Laplace": laplace.laplace.predictive(new, link_approx="probit").amax(-1),
-    }
-figure, axes = plt.subplots(figsize=(6, 3.5))
-axes.hist([c.numpy() for c in sure.values()], bins=20, range=(0, 1), label=list(sure))
-axes.set(xlabel="largest probability on new digits", ylabel="number of images")
-axes.legend()
+figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+for axis, (title, score) in zip(axes, {"network": entropy, "Laplace": laplace.epistemic}.items()):
+    for name, inputs in {"known digits": known, **kinds}.items():
+        values = score(inputs).sort().values
+        axis.plot(values, torch.linspace(0, 1, len(values)), color="black" if name == "known digits" else None, label=name)
+    axis.set(xlabel=("entropy" if title == "network" else "mutual information") + " (nats)", title=title)
+axes[0].set(ylabel="share of images below")
+axes[1].legend()
 figure.tight_layout()
 
 # %%
-# The scores of TorchUncertainty's routine.
+# The scores of TorchUncertainty's routine
+# ----------------------------------------
+# ``test/cls`` is the network, ``test/post`` the calibrated predictive, and ``ood`` is judged by the epistemic score.
 
 results = trainer.test(routine, data, verbose=False)[0]
 for key in sorted(results):
