@@ -117,19 +117,6 @@ def convolution_over_tokens(m: Any, x: Tensor) -> Tensor:
     return m.c(u * m.b(v))
 
 
-def put_at_points(m: Any, x: Tensor) -> Tensor:
-    """Units of ``a`` are written at points of the two axes around theirs."""
-    z = torch.zeros(40, 3, 4, dtype=x.dtype)
-    z[torch.arange(40), :, torch.arange(40) % 4] = relu(m.a(x))
-    return m.c(z.amax(-1))
-
-
-def put_into_other_units(m: Any, x: Tensor) -> Tensor:
-    h = relu(m.a(x)).view(8, 5, 3)
-    h = h.index_put((torch.tensor([0, 1, 1]), torch.tensor([4, 2, 3])), m.b(x)[:3])
-    return m.c(h.view(40, 3))
-
-
 network("chain", [rows(3, "a", "b"), rows(2, "b", "c")], lambda m, x: m.c(relu(m.b(relu(m.a(x))))), a=(5, 3), b=(3, 2),
         c=(2, 2))  # fmt: skip
 network("deep chain", [rows(3, "a", "b"), rows(3, "b", "c"), rows(3, "c", "d")],
@@ -163,16 +150,9 @@ network("diagonal of products", [rows(3, "a"), rows(3, "b"), columns(3, "c.weigh
 network("diagonal beside the main one",
         [rows(3, "a"), rows(3, "a", start=1), rows(3, "b"), rows(3, "b", start=1), columns(3, "c.weight")],
         lambda m, x: m.c(products(m, x).diagonal(1, 1, 2)), a=(5, 4), b=(5, 4), c=(3, 2))  # fmt: skip
-# rows of a matrix are read by hidden units, and its diagonal beside its columns: both move together
-network("diagonal of a parameter", [rows(3, "a"), columns(3, "w", 0), columns(3, "w"), columns(3, "c.weight")],
-        lambda m, x: m.c(relu(m.a(x)) @ m.w * torch.einsum("ii->i", m.w)), a=(5, 3), w=weight(3, 3),
-        c=(3, 2))  # fmt: skip
 network("traces", [rows(3, "a", "c"), rows(3, "b")], traces, a=(5, 3), b=(5, 3), c=(3, 2), d=weight(40, 2))
 network("convolution over tokens", [rows(3, "a"), rows(3, "a", start=3), columns(3, "c.weight")],
         convolution_over_tokens, (6, 4, 5), a=(5, 6), b=nn.Conv1d(4, 4, 1), c=(3, 2))  # fmt: skip
-network("put at points", [rows(3, "a", "c")], put_at_points, a=(5, 3), c=(3, 2))
-network("put into other units", [rows(3, "a", "c"), rows(3, "b"), rows(3, "a"), columns(3, "c.weight")],
-        put_into_other_units, a=(5, 3), b=(5, 3), c=(3, 2))  # fmt: skip
 
 
 def candidates(layers: list[Layer], state: State) -> Iterator[State]:

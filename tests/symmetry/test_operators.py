@@ -97,19 +97,11 @@ row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
 row("argmax over the batch", lambda m, x: m.a(x).argmax(0), [], 0, 8)
 row("argmax over the batch, summed", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argmax(0), x).mean(), [8], 8)
 row("nonzero", lambda m, x: (m.a(x) > 0).nonzero(), [], 0, 8)
-row("searchsorted", lambda m, x: m.c(like(torch.searchsorted(torch.arange(-2.0, 2.0).to(x), m.a(x)), x)), [8], 0)
-row("searchsorted in units", lambda m, x: torch.searchsorted(m.a(x).sort(-1)[0], torch.zeros(3, 1).to(x)), [8], 0)
-row("unique", lambda m, x: torch.unique(m.a(x)), [8], 0)
-row("unique: inverse", lambda m, x: torch.unique(m.a(x), return_inverse=True)[1], [], 0, 1)
-row("bincount", lambda m, x: m.c(like(torch.bincount(m.a(x).argmax(-1), minlength=8), x)), [8], 0, 1)
-row("bincount of other integers", lambda m, x: torch.bincount(m.a(x).argmax(-1), minlength=9), [], 0, 1)
 row("cummax along units", lambda m, x: m.a(x).cummax(-1), [], 0)
 row("cummin along the batch", lambda m, x: m.c(m.a(x).cummin(0)[0]), [8], 8)
 row("nothing beside nothing", lambda m, x: m.c(relu(m.a(x))) + torch.cat([x.new_zeros(0), x.new_zeros(0)]).sum(), [8],
     8)  # fmt: skip
 row("aminmax", lambda m, x: torch.stack(m.a(x).aminmax(dim=-1)), [8], 0)
-row("quantile", lambda m, x: m.a(x).quantile(0.3, -1), [8], 0)
-row("isin", lambda m, x: torch.isin(torch.arange(4).to(x), m.a(x)), [8], 0)
 
 # -- integers that name units, and are read by what moves along -----------------------------------------------------
 
@@ -196,7 +188,6 @@ row("normalize", lambda m, x: m.c(F.normalize(hidden(m, x), dim=-1)), [8], 0, 1)
 row("layer_norm", lambda m, x: m.c(F.layer_norm(hidden(m, x), (8,))), [8], 0, 1)
 row("rms_norm", lambda m, x: m.c(F.rms_norm(hidden(m, x), (8,), eps=1e-3)), [8], 0, 1)
 row("cosine_similarity", lambda m, x: F.cosine_similarity(hidden(m, x), relu(m.b(x)), dim=-1), [8], 0, 2, b=(5, 8))
-row("pairwise_distance", lambda m, x: F.pairwise_distance(hidden(m, x), relu(m.b(x))), [8], 0, b=(5, 8))
 
 # -- complex parameters, masks and integers of the state dict -------------------------------------------------------
 
@@ -293,21 +284,15 @@ def both(m: Any, x: Tensor) -> list[Tensor]:
 
 
 row("hstack", lambda m, x: m.c(torch.hstack(both(m, x))), [8, 4], 12, **two)
-row("column_stack", lambda m, x: m.c(torch.column_stack(both(m, x))), [8, 4], 12, **two)
 row("vstack", lambda m, x: m.c(torch.vstack([hidden(m, x), relu(m.a(x + 1))])), [8], 8)
-row("dstack", lambda m, x: m.c(m.d(torch.dstack([hidden(m, x), relu(m.b(x))])).squeeze(-1)), [8], 3, b=(5, 8), d=(2, 1))
-row("block_diag of weights", lambda m, x: m.c(relu(torch.cat([x, x], -1) @ torch.block_diag(m.w, m.v).T)), [6, 4], 10,
-    w=weight(6, 5), v=weight(4, 5), c=(10, 3))  # fmt: skip
 row("kron", lambda m, x: m.c(torch.kron(relu(m.a(x[0])), relu(m.b(x[0])))), [4, 2], 6, a=(5, 4), b=(5, 2))
 row("outer", lambda m, x: m.c(torch.outer(relu(m.a(x[0])), relu(m.b(x[0]))).flatten()), [8, 8], 16, b=(5, 8), c=(64, 3))
-row("tensordot", lambda m, x: torch.tensordot(hidden(m, x), m.c.weight, dims=([1], [1])), [8], 8)
 row("rot90, half a turn", lambda m, x: m.c(torch.rot90(hidden(m, x), 2, (0, 1))), [8], 8)
 row("rot90, half a turn and as it is", lambda m, x: m.c(torch.rot90(hidden(m, x), 2, (0, 1)) + hidden(m, x)), [4], 4)
 row("rot90, a quarter", lambda m, x: m.c(torch.rot90(hidden(m, x), 1, (0, 1))), [], 0, c=(3, 3))
 row("flipped and as it is", lambda m, x: m.c(hidden(m, x).flip(-1) + hidden(m, x)), [4], 4)
 row("rolled", lambda m, x: m.c(hidden(m, x).roll(1, -1)), [8], 8)
 row("rolled and as it is", lambda m, x: m.c(hidden(m, x).roll(1, -1) + hidden(m, x)), [], 1)
-row("rolled over all axes", lambda m, x: m.c(hidden(m, x).roll(8)), [8], 8)
 row("complex parts", lambda m, x: m.c(torch.complex(m.a(x), m.b(x)).abs()), [8], 8, b=(5, 8))
 row("polar", lambda m, x: m.c(torch.polar(hidden(m, x), m.b(x)).real), [8], 8, b=(5, 8))
 row("viewed as complex", lambda m, x: m.c(torch.view_as_complex(m.a(x).view(-1, 8, 2)).abs()), [8], 8, a=(5, 16))
@@ -420,12 +405,8 @@ def covariance(m: Any, x: Tensor) -> Tensor:
 square = {**layers, "w": weight(8, 8)}
 TOKENS = ((2, 4, 5),)
 
-row("solve", lambda m, x: m.c(torch.linalg.solve(covariance(m, x), hidden(m, x).T).T), [8], 0)
-row("solve from the right", lambda m, x: m.c(torch.linalg.solve(covariance(m, x), hidden(m, x), left=False)), [8], 0)
-row("solve for a vector", lambda m, x: m.c(torch.linalg.solve(m.w, hidden(m, x)[0])), [8, 8], 0, 16, **square)
 row("inverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.inv(m.w)), [8, 8], 0, 16, **square)
 row("inverse of a covariance", lambda m, x: m.c(hidden(m, x) @ torch.inverse(covariance(m, x))), [8], 0)
-row("pseudoinverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.pinv(m.w)), [8, 8], 1, **square)
 row("determinant", lambda m, x: torch.linalg.det(covariance(m, x)), [8], 0)
 row("determinant of a weight", lambda m, x: m.c(hidden(m, x)) * torch.det(m.w), [8, 8], 8, **square)
 row("sign and logarithm", lambda m, x: (m.c(hidden(m, x)), *torch.linalg.slogdet(m.w)), [8, 8], 8, **square)
@@ -462,20 +443,6 @@ row("DoRA", decomposed, [8, 2], 10, 9, down=lambda: nn.Linear(5, 2, bias=False),
 
 row("fmax", lambda m, x: m.c(torch.fmax(hidden(m, x), m.b(x))), [8], 8, b=(5, 8))
 row("fmin", lambda m, x: m.c(torch.fmin(m.a(x), m.b(x))), [8], 8, b=(5, 8))
-row("fftshift", lambda m, x: m.c(torch.fft.fftshift(hidden(m, x), -1)), [8], 8)
-row("ifftshift and as it is", lambda m, x: m.c(torch.fft.ifftshift(hidden(m, x), -1) + hidden(m, x)), [], 1, a=(5, 7),
-    c=(7, 3))  # fmt: skip
-row("renorm over units", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 0, 1.0)), [8], 0)
-row("renorm of units", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 1, 1.0)), [8], 0)
-LENGTHS = torch.tensor([1, 2])
-for reduce in ("sum", "mean", "max", "min"):
-    row(
-        f"segments: {reduce}",
-        lambda m, x, r=reduce: m.c(torch.segment_reduce(hidden(m, x), r, lengths=LENGTHS)),
-        [8],
-        8,
-    )
-row("fake quantization", lambda m, x: m.c(torch.fake_quantize_per_tensor_affine(hidden(m, x), 0.1, 0, -9, 9)), [8], 0)
 row("histc", lambda m, x: m.c(hidden(m, x)).mean() + torch.histc(m.a(x), 4, -1, 1), [8, 3], 0)
 
 
@@ -484,9 +451,7 @@ def in_groups(m: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 row("native_group_norm", lambda m, x: m.c(in_groups(m, x)[0]), [(2,), (2, 4)], 8, 2, w=weight(8), b=weight(8))
-row("native_group_norm: its statistics", lambda m, x: (m.c(in_groups(m, x)[0]), *in_groups(m, x)[1:]), [], 8, 0,
-    w=weight(8), b=weight(8))  # fmt: skip
-for dim, normalizations in ((None, 1), (0, 8), (1, 5)):
+for dim, normalizations in ((0, 8), (1, 5)):
     row(f"weight_norm along {dim}", lambda m, x: m.c(relu(m.w(x))), [8], 8 if dim == 0 else 1, normalizations,
         w=lambda dim=dim: normed(dim))  # fmt: skip
 row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [], 0, 1,
@@ -544,18 +509,6 @@ row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),), router=(5, 3),
     down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 
-def words(m: Any, x: Tensor) -> Tensor:
-    """TextCNN: kernels as wide as the embedding."""
-    images = (x @ m.e).unsqueeze(1)
-    return m.c(torch.cat([relu(conv(images)).squeeze(3).amax(-1) for conv in (m.v, m.u)], 1))
-
-
-row("TextCNN", words, [6, 4, 8], 18, 0, ((2, 7, 5),), e=weight(5, 6), c=(12, 3),
-    v=nn.Conv2d(1, 8, (3, 6), padding=(1, 0)), u=nn.Conv2d(1, 4, (2, 6)))  # fmt: skip
-row("a kernel over all units", lambda m, x: m.c(relu(m.v(hidden(m, x))).squeeze(2)), [4, 8], 12, 0, ((2, 7, 5),),
-    v=nn.Conv1d(7, 4, 8), c=(4, 3))  # fmt: skip
-row("a kernel over padded units", lambda m, x: m.c(relu(m.v(hidden(m, x))).amax(2)), [4], 5, 0, ((2, 7, 5),),
-    v=nn.Conv1d(7, 4, 8, padding=1), c=(4, 3))  # fmt: skip
 row("two stacked, joined by a convolution",
     lambda m, x: m.c(m.v(torch.stack([hidden(m, x), relu(m.b(x))], 1)).squeeze(1)), [8], 3, b=(5, 8),
     v=nn.Conv1d(2, 1, 1))  # fmt: skip
@@ -620,24 +573,7 @@ def state_space(m: Any, x: Tensor) -> Tensor:
 row("a state space in groups", state_space, [(2,), (2, 3), (2, 3), (2, 3, 4)], 30, 4, ((2, 6, 5),), a=(5, 42),
     w=weight(24), c=(24, 3))  # fmt: skip
 
-# -- gradients and packed sequences ---------------------------------------------------------------------------------
-
-
-def force(m: Any, x: Tensor, act: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """A potential, and its slope at the input."""
-    with torch.enable_grad():
-        x = x.detach().requires_grad_()
-        energy = m.c(act(m.a(x))).sum()
-        (slope,) = torch.autograd.grad(energy, x)
-    return energy.detach(), -slope
-
-
-energies: dict[str, Any] = {"a": (5, 8), "c": (8, 1)}
-for act, scales in ((torch.tanh, 0), (relu, 8), (F.silu, 0), (F.leaky_relu, 8), (F.softplus, 0), (F.gelu, 0),
-                    (F.elu, 0), (torch.sigmoid, 0)):  # fmt: skip
-    row(f"forces by autograd, {act.__name__}", lambda m, x, act=act: force(m, x, act), [8], scales, **energies)
-row("forces by torch.func", lambda m, x: torch.func.grad(lambda z: m.c(torch.tanh(m.a(z))).sum())(x), [8], 0,
-    **energies)  # fmt: skip
+# -- packed sequences ----------------------------------------------------------------------------------------------
 
 
 def packed(m: Any, x: Tensor) -> Tensor:
@@ -663,9 +599,6 @@ def pooled(m: Any, x: Tensor) -> Tensor:
 
 
 row("roi_align", pooled, [4], 4, 0, IMAGE, a=nn.Conv2d(2, 4, 3, padding=1), c=nn.Conv2d(4, 3, 2))
-row("deformable convolution", lambda m, x: m.c(relu(m.d(relu(m.a(x)), m.o(relu(m.a(x)))))), [4, 5], 9, 0, IMAGE,
-    a=nn.Conv2d(2, 4, 3, padding=1), o=nn.Conv2d(4, 18, 3, padding=1),
-    d=torchvision.ops.DeformConv2d(4, 5, 3, padding=1), c=nn.Conv2d(5, 3, 2))  # fmt: skip
 
 
 def test_a_complex_gain_is_moved_and_scaled_and_its_network_can_be_aligned() -> None:

@@ -90,8 +90,6 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
 def _linear(call: Call) -> Value:
     value, weight = call.get("input", call.get("self")), call["weight"]
     lead = "abcdefgh"[: value.ndim - 1]
-    if weight.ndim == 1:
-        return contract(call, [value, weight], [lead + "y", "y"], lead)
     result = contract(call, [value, weight], [lead + "y", "zy"], lead + "z")
     return add_bias(call, result, call.get("bias"), result.ndim - 1)
 
@@ -121,14 +119,9 @@ def _einsum(call: Call) -> Value:
     spare = "".join(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in inputs + output)
     dots = spare[: max((w for w, s in zip(widths, letters, strict=True) if "..." in s), default=0)]
     for k, width in enumerate(widths):
-        own = letters[k].replace("...", dots[len(dots) - width :])
-        for letter in dict.fromkeys(own):
-            while own.count(letter) > 1:  # stands for the diagonal of its axes
-                first = own.index(letter)
-                second = own.index(letter, first + 1)
-                operands[k] = views.diagonal(call.ledger, operands[k], first, second)
-                own = own[:first] + own[first + 1 : second] + own[second + 1 :] + letter
-        letters[k] = own
+        letters[k] = letters[k].replace("...", dots[len(dots) - width :])
+        if len(set(letters[k])) < len(letters[k]):  # a diagonal
+            return unknown(call)
     if arrow:
         return contract(call, operands, letters, output.replace("...", dots))
     joined = inputs.replace(",", "").replace("...", "")
@@ -193,16 +186,6 @@ def _distances(call: Call) -> Value:
 
 
 register_rule("outer", "ger")(lambda call: contract(call, call.tensors, ["x", "y"], "xy"))
-
-
-@register_rule("tensordot")
-def _tensordot(call: Call) -> Value:
-    a, b = call["self"], call["other"]
-    left, right = list("abcdefgh"[: a.ndim]), list("ijklmnop"[: b.ndim])
-    for i, j in zip(call["dims_self"], call["dims_other"], strict=True):
-        right[j % b.ndim] = left[i % a.ndim]
-    output = [x for x in left if x not in right] + [x for x in right if x not in left]
-    return contract(call, [a, b], ["".join(left), "".join(right)], "".join(output))
 
 
 @register_rule("kron")

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value
-from tu_symmetry.symmetry.operators.contractions import contract
 from tu_symmetry.symmetry.operators.pointwise import times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -17,14 +16,6 @@ from tu_symmetry.symmetry.rules import Call, register_rule
 def _matrix(call: Call, value: Value) -> Value:
     """A matrix, or several, with rows that are the same for all columns, and columns that are for all rows."""
     return views.unnest(call.ledger, views.unnest(call.ledger, value, value.ndim - 1), value.ndim - 2)
-
-
-def _inverted(call: Call, value: Value) -> Value:
-    """The inverse: factors of rows divide its columns, and those of columns its rows."""
-    value = _matrix(call, value)
-    rows = value.ndim - 2
-    terms = tuple((c, call.ledger.constant_along(v, rows) if v.shape[-1] > 1 else v) for c, v in value.scale)
-    return views.swap(replace(value, scale=times(terms, -1.0)), rows, rows + 1)
 
 
 def _tied(call: Call, value: Value) -> Value:
@@ -36,31 +27,13 @@ def _tied(call: Call, value: Value) -> Value:
     return replace(value, labels=(*value.labels[:rows], tuple(c.swapaxes(rows, columns) for c in label), label))
 
 
-@register_rule("linalg_inv", "inverse", "linalg_pinv", "pinverse")
+@register_rule("linalg_inv", "inverse")
 def _inverse(call: Call) -> Value:
-    value, *tolerances = call.tensors
-    for other in tolerances:
-        call.ledger.pin(other, "a tolerance")
-    if "pinv" in call.name:
-        value = _matrix(call, call.ledger.unscaled(value))
-        return views.swap(value, value.ndim - 2, value.ndim - 1)
-    return _inverted(call, value)
-
-
-@register_rule("linalg_solve")
-def _solve(call: Call) -> Value:
-    """The inverse times what is given."""
-    matrix, given = call["A"], call["B"]
-    inverse = _inverted(call, matrix)
-    vector = given.ndim == 1 or given.shape == matrix.shape[:-1]
-    lead = "abcdef"[: given.ndim - 1 if vector else len(call.shape) - 2]
-    own = lead[len(lead) - matrix.ndim + 2 :]
-    if vector:
-        return contract(call, [inverse, given], [own + "xy", lead + "y"], lead + "x")
-    other = lead[len(lead) - given.ndim + 2 :]
-    if call.get("left", True):
-        return contract(call, [inverse, given], [own + "xy", other + "yz"], lead + "xz")
-    return contract(call, [given, inverse], [other + "xy", own + "yz"], lead + "xz")
+    """The inverse: factors of rows divide its columns, and those of columns its rows."""
+    value = _matrix(call, call.tensors[0])
+    rows = value.ndim - 2
+    terms = tuple((c, call.ledger.constant_along(v, rows) if v.shape[-1] > 1 else v) for c, v in value.scale)
+    return views.swap(replace(value, scale=times(terms, -1.0)), rows, rows + 1)
 
 
 @register_rule("linalg_det", "det", "linalg_slogdet", "slogdet", "logdet")

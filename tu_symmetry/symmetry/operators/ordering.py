@@ -5,12 +5,11 @@ Positions carry the axis's label (``Value.points``) until a look-up undoes the r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Value, among, moving, nested_in, pinned_value, units_of
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 def where(call: Call, value: Value, like: Value, axis: int, output: int = 1) -> Value:
@@ -51,18 +50,6 @@ def _kth(call: Call) -> list[Value]:
     return [found, where(call, value, found, axis)]
 
 
-@register_rule("quantile", "nanquantile")
-def _quantile(call: Call) -> Value:
-    """Linear in sorted entries; several quantiles stand along a new first axis."""
-    value, dim = call["self"], call.arguments.get("dim")
-    call.pin("q", "quantiles")
-    axes: Iterable[int] = range(value.ndim) if dim is None else [dim % value.ndim]
-    value = views.drop(call.ledger, value, axes, keep=bool(call.get("keepdim", False)))
-    laid = views.pad_left(value, len(call.shape))
-    extra = laid.ndim - value.ndim
-    return replace(laid, shape=call.shape, reasons=("quantiles",) * extra + value.reasons)
-
-
 @register_rule("argmax", "argmin")
 def _argmax(call: Call) -> Value:
     value: Value = call["self"]
@@ -82,34 +69,3 @@ def _nonzero(call: Call) -> list[Value]:
     for value in call.tensors:
         call.ledger.pin(value if call.name == "torchvision.nms" else replace(value, scale=()), reason)
     return [pinned_value(shape, reason) for shape in call.outputs]
-
-
-@register_rule("searchsorted", "isin")
-def _search(call: Call) -> Value:
-    """How many of a sorted list are smaller, or whether a set holds it: entry by entry, of the list as a whole."""
-    ledger, isin = call.ledger, call.name == "isin"
-    names = ("elements", "test_elements") if isin else ("self", "sorted_sequence")
-    found, listed = (ledger.unscaled(v) if isinstance(v, Value) else v for v in (call.get(n) for n in names))
-    call.pin("sorter", "an order")
-    if isin and isinstance(listed, Value):
-        views.drop(ledger, listed, range(listed.ndim))
-    elif not isin:
-        listed = views.mix(ledger, listed, listed.ndim - 1, "a sorted list")
-    if not isinstance(found, Value):
-        return pinned_value(call.shape, "a number is searched for")
-    for axis in range(0 if isin else listed.ndim - 1):
-        label = ledger.unify(listed.labels[axis], found.labels[axis], listed.reasons[axis], found.reasons[axis])
-        found = found.with_axis(axis, label=label)
-    return found
-
-
-@register_rule("_unique2", "unique_dim", "unique_consecutive")
-def _unique(call: Call) -> list[Value]:
-    """The sorted set of all entries, and for each entry its rank in it."""
-    value: Value = call["self"]
-    if call.name != "_unique2" or not call.get("sorted", True):
-        return unknown(call)
-    flat, reason = views.drop(call.ledger, value, range(value.ndim)), "entries as a set"
-    listed, ranks, counts = (pinned_value(shape, reason) for shape in call.outputs)
-    listed = replace(listed, scale=tuple((c, v.reshape((1,))) for c, v in flat.scale))
-    return [listed, replace(value, scale=()) if value.shape == ranks.shape else ranks, counts]

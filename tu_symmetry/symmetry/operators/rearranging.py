@@ -38,10 +38,8 @@ def permute(call: Call) -> Value:
     if name == "permute":
         return views.permute(value, [d % n for d in call["dims"]])
     if name in ("movedim", "moveaxis"):
-        source, target = (_listed(call[key]) for key in ("source", "destination"))
-        placed = {t % n: s % n for s, t in zip(source, target, strict=True)}
-        rest = iter(d for d in range(n) if d not in placed.values())
-        return views.permute(value, [placed[d] if d in placed else next(rest) for d in range(n)])
+        axes = np.empty(range(n))  # the length of each axis is its number
+        return views.permute(value, np.moveaxis(axes, call["source"], call["destination"]).shape)
     if name in ("numpy_T", "t"):
         return views.permute(value, range(n)[::-1])
     a, b = (-1, -2) if name in ("adjoint", "mT") else (call.get(f"dim{k}", call.get(f"axis{k}", 0)) for k in (0, 1))
@@ -99,28 +97,16 @@ def _stack(call: Call) -> Value:
     return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
 
 
-@register_rule("cat concat concatenate hstack vstack dstack column_stack row_stack")
+@register_rule("cat concat concatenate hstack vstack")
 def _cat(call: Call) -> Value:
-    name = call.name
-    values = [v for v in call["tensors"] if v.shape != (0,) or "stack" in name]
+    values = [v for v in call["tensors"] if v.shape != (0,)]
     if not values:
         return pinned_value(call.shape, "empty tensor")
-    if "stack" in name:
-        axis = {"hstack": min(values[0].ndim, 2) // 2, "column_stack": 1, "dstack": 2}.get(name, 0)
-        values = [views.reshape(call.ledger, v, _stacked(name, v.shape)) for v in values]
-    else:
-        axis = call.axis(of=values[0], default=0)
-    return views.concatenate(call.ledger, values, axis)
-
-
-def _stacked(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a tensor of few axes is given before it is stacked."""
-    if name == "column_stack" and len(shape) < 2:
-        return (math.prod(shape), 1)
-    if name == "dstack":
-        return (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
-    least = {"hstack": 1, "vstack": 2, "row_stack": 2}.get(name, 0)
-    return (1,) * (least - len(shape)) + shape
+    if "stack" not in call.name:
+        return views.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
+    least = 1 if call.name == "hstack" else 2
+    values = [views.pad_left(v, max(v.ndim, least)) for v in values]
+    return views.concatenate(call.ledger, values, int(call.name == "hstack" and values[0].ndim > 1))
 
 
 @register_rule(
@@ -186,48 +172,39 @@ def _slice(call: Call) -> Value:
     return views.take(call.ledger, value, axis, start + step * np.arange(count))
 
 
-@register_rule("flip", "fliplr", "flipud", "roll", "fft_fftshift", "fft_ifftshift", "rot90", traits=("moves",))
+@register_rule("flip", "fliplr", "flipud", "roll", "rot90", traits=("moves",))
 def _turn(call: Call) -> Value:
-    """Positions in another order: backwards, or rolled (a shift rolls by half, the smaller half on the way there)."""
+    """Positions in another order: backwards, or rolled."""
     value: Value = call["self"]
     ledger, name = call.ledger, call.name
-    if name == "roll" and not call.get("dims", []):  # as if it had one axis
-        flat = views.reshape(ledger, value, (math.prod(value.shape),))
-        flat = views.reorder(ledger, flat, 0, np.roll(np.arange(flat.shape[0]), _listed(call["shifts"])[0]))
-        return views.reshape(ledger, flat, value.shape)
     if name == "rot90":
         first, second = (d % value.ndim for d in call.get("dims", [0, 1]))
         for _ in range(int(call.get("k", 1)) % 4):
             turned = views.reorder(ledger, value, second, np.arange(value.shape[second])[::-1].copy())
             value = views.swap(turned, first, second)
         return value
-    default = {"fliplr": [1], "flipud": [0]}.get(name, range(value.ndim))
-    axes = [d % value.ndim for d in _listed(call.get("dims", call.get("dim", default)))]
-    halves = [value.shape[axis] // 2 * (1 if name == "fft_fftshift" else -1) for axis in axes]
-    shifts = _listed(call["shifts"]) if name == "roll" else halves
+    axes = _listed(call.get("dims", {"fliplr": 1, "flipud": 0}.get(name, [])))
+    if not axes:  # rolled as if there were one axis
+        return unknown(call)
+    shifts = _listed(call["shifts"]) if name == "roll" else [0] * len(axes)
     for axis, shift in zip(axes, shifts, strict=True):
         positions = np.arange(value.shape[axis])
-        order = positions[::-1].copy() if "flip" in name else np.roll(positions, shift)
-        value = views.reorder(ledger, value, axis, order)
+        order = np.roll(positions, shift) if name == "roll" else positions[::-1].copy()
+        value = views.reorder(ledger, value, axis % value.ndim, order)
     return value
 
 
-@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", traits=("moves",))
+@register_rule("pixel_shuffle", "pixel_unshuffle", traits=("moves",))
 def _shuffle(call: Call) -> Value:
     value, ledger = call["self"], call.ledger
-    if call.name == "channel_shuffle":
-        n, c, *space = value.shape
-        parts: Sequence[int] = (n, call["groups"], c // call["groups"], *space)
-        order: Sequence[int] = (0, 2, 1, *range(3, value.ndim + 1))
+    *lead, c, h, w = value.shape
+    k = len(lead)
+    if call.name == "pixel_shuffle":
+        r = call["upscale_factor"]
+        parts, order = (*lead, c // r**2, r, r, h, w), (*range(k), k, k + 3, k + 1, k + 4, k + 2)
     else:
-        *lead, c, h, w = value.shape
-        k = len(lead)
-        if call.name == "pixel_shuffle":
-            r = call["upscale_factor"]
-            parts, order = (*lead, c // r**2, r, r, h, w), (*range(k), k, k + 3, k + 1, k + 4, k + 2)
-        else:
-            r = call["downscale_factor"]
-            parts, order = (*lead, c, h // r, r, w // r, r), (*range(k), k, k + 2, k + 4, k + 1, k + 3)
+        r = call["downscale_factor"]
+        parts, order = (*lead, c, h // r, r, w // r, r), (*range(k), k, k + 2, k + 4, k + 1, k + 3)
     return views.reshape(ledger, views.permute(views.reshape(ledger, value, parts), order), call.shape)
 
 

@@ -52,26 +52,12 @@ def _reduce(call: Call) -> Value | list[Value]:
     return [found, value]
 
 
-@register_rule("renorm", "histc")
-def _of_all(call: Call) -> Value:
-    """Each slice divided by its norm, over all other axes, if that is large; how many entries lie in each interval."""
+@register_rule("histc")
+def _histogram(call: Call) -> Value:
+    """How many entries lie in each interval."""
     value = call.ledger.unscaled(call["self"])
-    if call.name == "renorm":
-        return views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != call.axis()))
     views.drop(call.ledger, value, range(value.ndim))
     return pinned_value(call.shape, "intervals")
-
-
-@register_rule("segment_reduce")
-def _segments(call: Call) -> Value:
-    """Sums, means, extrema of rows that follow one another."""
-    value: Value = call["data"]
-    for name in ("lengths", "indices", "offsets"):
-        call.pin(name, "lengths of segments")
-    if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
-        value = call.ledger.unscaled(value)
-    value = views.mix(call.ledger, value, range(len(call.shape) - value.ndim + call.get("axis", 0) + 1), "segments")
-    return replace(value, shape=call.shape)
 
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", traits=("distinct",))
