@@ -271,14 +271,12 @@ WRITES: dict[str, tuple[Callable[[Tensor], Any], list[int]]] = {
     "split": (lambda h: h.split([3, 5], -1)[1].relu_(), [3, 5]),
     "slice of a view": (lambda h: h.view(3, 2, 4)[:, 0].relu_(), [4, 4]),
     "select": (lambda h: h[:, 0].relu_(), [7]),
-    "transposed": (lambda h: h.transpose(0, 1)[2:].relu_(), [2, 6]),
     "whole, through a view": (lambda h: h.view(3, 8, 1).relu_(), [8]),
 }
 COPIES: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "slices": lambda o, h, g: (o[:, :4].copy_(h), o[:, 4:].copy_(g)),
     "chunks": lambda o, h, g: [part.copy_(v) for part, v in zip(o.chunk(2, 1), (h, g), strict=True)],
     "interleaved": lambda o, h, g: (o[:, ::2].copy_(h), o[:, 1::2].copy_(g)),
-    "transposed": lambda o, h, g: (o.t()[4:].copy_(h.t()), o.t()[:4].copy_(g.t())),
     "added": lambda o, h, g: (o[:, :4].add_(h), o[:, 4:].sub_(g)),
 }
 for kind, (write, groups) in WRITES.items():

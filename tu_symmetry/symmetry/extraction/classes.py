@@ -25,21 +25,13 @@ Pins = Sequence[tuple[Array, str]]  # units that stay where they are, and why
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Units after all ties.
+    """Units after all ties."""
 
-    Attributes:
-        of: the class of each unit.
-        count: number of classes.
-        pinned: class to reason.
-        bound: for each class its row in ``tuples``, -1 for a class that is not bound.
-        tuples: ``[bindings, factors]``, the classes (or codes) that a class stands for; -1 fills up.
-    """
-
-    of: Array
+    of: Array  # the class of each unit
     count: int
-    pinned: dict[int, str]
-    bound: Array
-    tuples: Array
+    pinned: dict[int, str]  # class to reason
+    bound: Array  # for each class its row in ``tuples``, -1 for a class that is not bound
+    tuples: Array  # ``[bindings, factors]``, the classes (or codes) that a class stands for; -1 fills up
 
     def resolve(self, label: Label) -> Label:
         """Replace units by classes, bound classes by what they are bound to, pinned classes by far codes."""

@@ -50,8 +50,8 @@ def _conv(call: Call) -> Value:
         shape, letters, output = kernel.shape[1:], ["gy", "gyz" if transposed else "gzy"], "gz"
     width = shape[-1] if transposed else shape[0]
     shape = (width,) if groups == 1 else (groups, width)
-    free = _as_free(call, weight, kernel)
-    out = contract(replace(free, outputs=[shape]), [inputs, kernel], letters, output)
+    kernel = _as_free(call, weight, kernel)
+    out = contract(replace(call, outputs=[shape]), [inputs, kernel], letters, output)
     out = add_bias(call, views.reshape(ledger, out, (math.prod(shape),)), call.get("bias"), 0)
     ndim = len(call.shape)
     laid = views.reshape(ledger, out, [out.shape[0] if k == axis else 1 for k in range(ndim)])
@@ -85,16 +85,15 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
     """A convolution with a kernel of one: a linear map of the channels at each position, which may move."""
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
-    kernel = views.reshape(call.ledger, weight, weight.shape[:2])
+    kernel = _as_free(call, weight, views.reshape(call.ledger, weight, weight.shape[:2]))
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
-    product = contract(_as_free(call, weight, kernel), [value, kernel], spec, f"{lead}z{space}")
+    product = contract(call, [value, kernel], spec, f"{lead}z{space}")
     return add_bias(call, product, call.get("bias"), axis)
 
 
-def _as_free(call: Call, weight: Value, kernel: Value) -> Call:
-    """The call with a kernel that nothing else reads, if it is made of a weight that nothing else reads."""
-    free = call.ledger.fresh(weight) or id(weight) in call.sole
-    return replace(call, sole=call.sole | {id(kernel)}) if free else call
+def _as_free(call: Call, weight: Value, kernel: Value) -> Value:
+    """A kernel that nothing else reads, if it is made of a weight that nothing else reads."""
+    return replace(kernel, sole=call.ledger.fresh(weight) or weight.sole)
 
 
 def _grouped(call: Call, kernel: Value, groups: int) -> Value:

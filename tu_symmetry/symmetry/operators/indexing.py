@@ -101,18 +101,8 @@ def _inserted(call: Call, source: Value, at: int, width: int) -> Value:
 
 def joined(call: Call, values: list[Value], axis: int, label: Label, reason: str) -> Value:
     """Labels of tensors that agree on all axes but one, which is given."""
-    first, *rest = values
-    labels, reasons = list(first.labels), list(first.reasons)
-    for k in range(first.ndim):
-        for value in rest:
-            if k != axis and value.shape[k] > 1:
-                if first.shape[k] == 1:
-                    labels[k], reasons[k] = value.labels[k], value.reasons[k]
-                else:
-                    labels[k] = call.ledger.unify(labels[k], value.labels[k], reasons[k], value.reasons[k])
-                    reasons[k] = reasons[k] or value.reasons[k]
-    labels[axis], reasons[axis] = label, reason
-    return Value(call.shape, tuple(labels), tuple(reasons))
+    found = views.together(call.ledger, values, [k for k in range(values[0].ndim) if k != axis])
+    return replace(found, shape=call.shape).with_axis(axis, label=label, reason=reason)
 
 
 @register_rule("gather", "take_along_dim", positions="read", traits=("picks",))

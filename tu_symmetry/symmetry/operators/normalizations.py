@@ -27,10 +27,8 @@ def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
         operand: Value | None = call.get(name)
         if operand is None:
             continue
-        frame = [1] * value.ndim
-        for axis, n in zip(axes, operand.shape, strict=True):
-            frame[axis] = n
-        laid = views.reshape(ledger, operand, frame)
+        sizes = dict(zip(axes, operand.shape, strict=True))
+        laid = views.reshape(ledger, operand, [sizes.get(k, 1) for k in range(value.ndim)])
         labels = list(value.labels)
         for axis in axes:
             reasons = value.reasons[axis], laid.reasons[axis]

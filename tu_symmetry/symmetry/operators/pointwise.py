@@ -50,7 +50,7 @@ def elementwise(call: Call, *, homogeneous: bool = False) -> Value:
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
-    aligned = [v for v, given in zip(aligned, call.tensors, strict=True) if id(given) not in call.zeros] or aligned
+    aligned = [v for v, given in zip(aligned, call.tensors, strict=True) if not given.zero] or aligned
     first, *rest = aligned
     for value in rest:
         call.ledger.equate(first.scale, value.scale)
@@ -145,7 +145,7 @@ def _alike(call: Call) -> Value:
     return views.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
-@register_rule("rand randn rand_like randn_like normal_functional uniform exponential log_normal", traits=("random",))
+@register_rule("rand randn rand_like randn_like normal_functional uniform exponential log_normal")
 @register_rule("normal", "bernoulli")
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own; means and deviations that it is given move along with it."""
@@ -164,7 +164,7 @@ def _add(call: Call) -> Value:
     scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     if scalar == 0:
         return value
-    if 0 < scalar <= SMALL and call.name == "add" and id(value) in call.statistics:  # a normalization by hand
+    if 0 < scalar <= SMALL and call.name == "add" and value.statistic:  # a normalization by hand
         call.ledger.approximate(value)
         return value
     return call.ledger.unscaled(value)
@@ -207,7 +207,7 @@ def _clamp(call: Call) -> Value:
     if isinstance(low, Value) or high is not None or low is None or not 0 <= low <= GUARD:
         return elementwise(call)
     if low > INACTIVE:
-        if id(call["self"]) not in call.statistics:
+        if not call["self"].statistic:
             return elementwise(call)
         call.ledger.approximate(call["self"])  # the guard of a norm
     return elementwise(call, homogeneous=True)
@@ -226,7 +226,7 @@ def _where(call: Call) -> Value | list[Value]:
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
-    aligned = [v for v, whole in zip(aligned, kept, strict=True) if id(whole) not in call.zeros] or aligned
+    aligned = [v for v, whole in zip(aligned, kept, strict=True) if not whole.zero] or aligned
     for value in aligned[1:]:
         call.ledger.equate(aligned[0].scale, value.scale)
     return replace(result, scale=aligned[0].scale if aligned else ())
@@ -237,6 +237,7 @@ def _where(call: Call) -> Value | list[Value]:
 def _fill(call: Call) -> Value:
     call.pin("value", "fills a tensor")
     filler, written = call.get("value"), call.get("self")
-    zero = call.name == "zero" or filler == 0 or id(filler) in call.zeros  # torch 2.11 lifts `h[0] = 0.0` to a tensor
+    # torch 2.11 fills by tensors
+    zero = filler.zero if isinstance(filler, Value) else call.name == "zero" or filler == 0
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
     return replace(views.uniform(call.shape), scale=scale)

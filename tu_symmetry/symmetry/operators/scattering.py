@@ -26,10 +26,10 @@ MASKS = (torch.bool, torch.uint8)
 def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Term, ...], *, linear: bool) -> tuple:
     """The log-scale of what was written to, ``terms`` being that of what arrives: alike, but for zeros."""
     ledger = call.ledger
-    if linear and (id(arriving) in call.zeros or (not isinstance(arriving, Value) and arriving == 0)):
+    if linear and (arriving.zero if isinstance(arriving, Value) else arriving == 0):
         return value.scale
     if linear and isinstance(arriving, Value):
-        if id(call["self"]) in call.zeros:
+        if call["self"].zero:
             return terms
         ledger.equate(value.scale, terms)
         return value.scale
@@ -62,34 +62,21 @@ def _scatter(call: Call) -> Value:
     return replace(joined(call, parts, axis, label, reason), scale=scale)
 
 
-@register_rule("index_add", "index_copy", "index_fill", positions="read")
-def _index_write(call: Call) -> Value:
-    value, index = call["self"], call["index"]
-    ledger, axis, sums = call.ledger, call.axis(), call.name == "index_add"
-    given: Any = call.arguments.get("source", call.arguments.get("value"))
-    if isinstance(given, Value) and not given.ndim:
-        ledger.pin(given, "fills positions")
-        given = math.nan
-    positions = picked(call.constants.get("index"), value.shape[axis])
-    if positions is not None and not sums:
-        return overwritten(ledger, value, axis, positions, given)
-    target = meet(call, value, axis, index, "written to by position")
-    if not isinstance(given, Value):
-        ledger.pin(replace(index, points=()), "an index")
-        return replace(target, scale=_combined(call, target, given, (), linear=True))
-    return _arrived(call, target, given, axis, given, sums=sums)
+@register_rule("index_add", positions="read")
+def _index_add(call: Call) -> Value:
+    axis, given = call.axis(), call["source"]
+    target = meet(call, call["self"], axis, call["index"], "written to by position")
+    return _arrived(call, target, given, axis, given, sums=True)
 
 
-def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value | float) -> Value:
+def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value) -> Value:
     """The value with other content at known positions: ``[u0, u1, u2]`` -> ``[u0, p, u2]`` with a new place p."""
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
     gone = views.take(ledger, value, axis, positions)
     ledger.forget(gone, axis, "overwritten")
     places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
-    if not isinstance(given, Value):
-        given = replace(gone, scale=gone.scale if given == 0 else ())
-    elif moving(given.labels[axis]):  # units that arrive
+    if moving(given.labels[axis]):  # units that arrive
         places = given.labels[axis]
     given = replace(given.with_axis(axis, label=places), parameter=None)
     if not len(kept):
@@ -118,7 +105,7 @@ def _index_put(call: Call) -> Value:
     positions = picked(constants[axis], value.shape[axis])
     count = len(positions) if positions is not None else index.shape[0]
     source = views.expand(ledger, views.pad_left(values, value.ndim), value.with_axis(axis, size=count).shape)
-    if id(values) in call.zeros:
+    if values.zero:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     if positions is not None and not accumulate:
         return overwritten(ledger, value, axis, positions, source)
@@ -147,7 +134,7 @@ def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -
     stretched = views.reshape(call.ledger, mask, (*mask.shape, *[1] * (value.ndim - first - mask.ndim)))
     single = replace(views.reshape(call.ledger, filling, ()), parameter=None)
     (_, value, single), result = join_labels(call.ledger, [stretched, value, single], call.shape)
-    if id(filling) not in call.zeros:
+    if not filling.zero:
         call.ledger.equate(value.scale, single.scale)
     return replace(result, scale=value.scale)
 
