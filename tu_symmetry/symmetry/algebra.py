@@ -68,15 +68,10 @@ class Value:
         return replace(self, shape=shape, labels=labels, reasons=reasons)
 
 
-def code(positions: Array) -> Array:
-    """Entries that stand for fixed positions."""
-    return -1 - positions
-
-
 def kinds(rows: Array) -> Array:
     """Codes of fixed positions, one for each row; equal rows have the same."""
     _, inverse = np.unique(rows, axis=0, return_inverse=True)
-    return code(inverse.reshape(-1).astype(np.int64))
+    return -1 - inverse.reshape(-1).astype(np.int64)
 
 
 def along(values: Array, axis: int, ndim: int) -> Array:

@@ -340,17 +340,18 @@ class _Interpreter:
         if not isinstance(written, Node):
             return
         root = self.root.get(written, written)
-        others = {n for n in self.env if n is root or self.root.get(n) is root} - {written, node}
-        now = self.order[node]
+        others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
         chain = self._put_back(written, self.env[node])
         self.env[written] = self.env[node]
-        stale = [n for n in others if any(self.order[u] > now for u in n.users) and n not in (chain or ())]
-        again = sorted(others - set(chain or ()), key=self.order.__getitem__)
-        if chain is None or not all(map(self._refresh, again)):
-            for other in stale:
+        read = [n for n in others if any(self.order[u] > self.order[node] for u in n.users)]
+        if chain is None:
+            for other in read:
                 self.env[other] = _mapped(self._gone, self.env[other])
-            if stale:
+            if read:
                 self.ledger.pin(self.env[node], OVERWRITTEN)
+        for other in others if chain is not None else ():
+            if other not in chain:
+                self._refresh(other)
         for other in others:
             self.env[other] = _mapped(partial(_changed, zero=self.env[node].zero), self.env[other])
 
@@ -375,47 +376,32 @@ class _Interpreter:
         piece: Any = None
         if view.target is operator.getitem:
             view, piece = view.args  # type: ignore[assignment]
-        source = view.args[0]
-        if not isinstance(source, Node) or not isinstance(view.target, torch._ops.OpOverload):
-            return None
+        source: Any = view.args[0]
         old = self._value(self.env[source])
-        if not isinstance(old, Value):
-            return None
         rule = rule_name_of(view.target)
         name = rule.removeprefix("aten.")
         if name in ("fill", "copy") or writes(view.target):
             return source, new  # what an earlier write returned
         if "same" in TRAITS.get(rule, ()):
             return source, views.reshape(self.ledger, new, old.shape)
-        given = _each(arguments_of(view), self._known)
-        axis = given.get("dim", 0)
-        if (
-            name not in _CUTS
-            or not isinstance(axis, int)
-            or any(isinstance(a, Node) for a in tree_leaves(view.args[1:]))
-        ):
+        if name not in _CUTS or len(view.all_input_nodes) > 1:
             return None
-        axis %= max(old.ndim, 1)
+        axis = arguments_of(view).get("dim", 0) % old.ndim
         positions = _positions(view, piece, old.shape, axis)
         content = views.reshape(self.ledger, new, old.with_axis(axis, size=len(positions)).shape)
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 
-    def _refresh(self, node: Node) -> bool:
-        """Look again at memory that was written to elsewhere; whether that could be done."""
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return False
+    def _refresh(self, node: Node) -> None:
+        """Look again at memory that was written to elsewhere."""
+        source: Any = node.args[0]
         if node.target is operator.getitem:
             self.env[node] = self.env[source][node.args[1]]
-        elif not isinstance(node.target, torch._ops.OpOverload):
-            return False
-        elif writes(node.target):  # what a write returned
+        elif writes(node.target):  # type: ignore[arg-type]  # what a write returned
             self.env[node] = self.env[source]
         else:
             bound = _each(arguments_of(node), self._known)
             call = Call(self.ledger, rule_name_of(node.target), bound, shapes_of(node), nodes.outputs_read(node))
             self._keep(node, _apply(call))
-        return True
 
 
 def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int) -> Array:

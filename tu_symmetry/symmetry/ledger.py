@@ -21,7 +21,6 @@ from tu_symmetry.symmetry.algebra import (
     Value,
     along,
     among,
-    code,
     distinct,
     distinct_rows,
     merge_fixed,
@@ -95,7 +94,7 @@ class Ledger:
     def fresh_places(self, count: int) -> Array:
         """Codes of fixed positions that are unlike each other and all others."""
         first, self.places = self.places, self.places + count
-        return code(np.arange(first, first + count, dtype=np.int64))
+        return -1 - np.arange(first, first + count, dtype=np.int64)
 
     def fresh_variables(self, shape: tuple[int, ...]) -> Array:
         """New scale variables in a given shape."""
@@ -304,7 +303,7 @@ class Ledger:
         outer = [k for k in varies(units) if k != axis]
         if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
             return False
-        positions = along(code(np.arange(units.shape[axis], dtype=np.int64)), axis, units.ndim)
+        positions = along(-1 - np.arange(units.shape[axis], dtype=np.int64), axis, units.ndim)
         return bool(self._bind(units, positions, *(labels[k][0] for k in outer)))
 
     def _bind(self, units: Array, *factors: Array, one_to_one: bool = False) -> Label:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tu_symmetry.symmetry.algebra import Array, Label, among, code, distinct, tighten
+from tu_symmetry.symmetry.algebra import Array, Label, among, distinct, tighten
 from tu_symmetry.symmetry.ledger import Binding
 
 FAR = 1 << 40  # codes of pinned units lie beyond the codes of positions
@@ -49,7 +49,7 @@ class Classes:
         for component in found:
             moving = component >= 0
             stuck = moving & self.fixed[np.where(moving, component, 0)]
-            resolved.append(tighten(np.where(stuck, code(component + FAR), component)))
+            resolved.append(tighten(np.where(stuck, -1 - FAR - component, component)))
         return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
 
     @cached_property

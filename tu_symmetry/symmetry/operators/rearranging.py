@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Value, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -31,23 +31,17 @@ def _reshape(call: Call) -> Value:
     traits=("moves",),
 )
 def permute(call: Call) -> Value:
-    """Axes in another order."""
-    value: Value = call["self"]
-    n = value.ndim
-    name = call.name.removesuffix("_copy")
-    if name == "permute":
-        return views.permute(value, [d % n for d in call["dims"]])
-    if name in ("movedim", "moveaxis"):
-        axes = np.empty(range(n))  # the length of each axis is its number
-        return views.permute(value, np.moveaxis(axes, call["source"], call["destination"]).shape)
-    if name in ("numpy_T", "t"):
-        return views.permute(value, range(n)[::-1])
-    a, b = (-1, -2) if name in ("adjoint", "mT") else (call.get(f"dim{k}", call.get(f"axis{k}", 0)) for k in (0, 1))
-    return views.swap(value, a % n, b % n)
+    """Axes in another order, which the operator shows on a tensor of which the length of each axis is its number."""
+    value, *given = call.arguments.values()
+    numbered = torch.empty(tuple(range(value.ndim)), device="meta")
+    return views.permute(value, getattr(torch.ops.aten, call.name)(numbered, *given).shape)
 
 
-def _listed(given: int | Sequence[int]) -> list[int]:
-    return [given] if isinstance(given, int) else list(given)
+def _positions(call: Call, axis: int) -> Array:
+    """The positions along an axis that the operator takes, which it shows on their numbers."""
+    value, *given = call.arguments.values()
+    numbers = torch.arange(value.shape[axis], device="cpu").reshape([-1 if k == axis else 1 for k in range(value.ndim)])
+    return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()  # type: ignore[no-any-return]
 
 
 @register_rule("broadcast_tensors")
@@ -164,36 +158,21 @@ def _select(call: Call) -> Value:
 @register_rule("slice", "narrow", "slice_copy", positions="keep", traits=("moves",))
 def _slice(call: Call) -> Value:
     value, axis = call["self"], call.axis(default=0)
-    size, count = value.shape[axis], call.shape[axis]
-    start, step = call.get("start", 0), call.get("step", 1)
-    if not isinstance(start, int) or not isinstance(step, int):
-        return unknown(call)
-    if count == size:
-        return value
-    start = slice(start, None, step).indices(size)[0]
-    return views.take(call.ledger, value, axis, start + step * np.arange(count))
+    whole = call.shape[axis] == value.shape[axis]
+    return value if whole else views.take(call.ledger, value, axis, _positions(call, axis))
 
 
 @register_rule("flip", "fliplr", "flipud", "roll", "rot90", traits=("moves",))
 def _turn(call: Call) -> Value:
     """Positions in another order: backwards, or rolled."""
-    value: Value = call["self"]
-    ledger, name = call.ledger, call.name
-    if name == "rot90":
-        first, second = (d % value.ndim for d in call.get("dims", [0, 1]))
-        for _ in range(int(call.get("k", 1)) % 4):
-            turned = views.reorder(ledger, value, second, np.arange(value.shape[second])[::-1].copy())
-            value = views.swap(turned, first, second)
-        return value
-    axes = _listed(call.get("dims", {"fliplr": 1, "flipud": 0}.get(name, [])))
-    if not axes:  # rolled as if there were one axis
+    if call.name == "roll" and not call.get("dims"):  # as if there were one axis
         return unknown(call)
-    shifts = _listed(call["shifts"]) if name == "roll" else [0] * len(axes)
-    for axis, shift in zip(axes, shifts, strict=True):
-        positions = np.arange(value.shape[axis])
-        order = np.roll(positions, shift) if name == "roll" else positions[::-1].copy()
-        value = views.reorder(ledger, value, axis % value.ndim, order)
-    return value
+    value = call["self"]
+    for axis, size in enumerate(value.shape):
+        positions = _positions(call, axis)
+        if (positions != np.arange(size)).any():
+            value = views.reorder(call.ledger, value, axis, positions)
+    return permute(replace(call, arguments=call.arguments | {"self": value})) if call.name == "rot90" else value
 
 
 @register_rule("pixel_shuffle", "pixel_unshuffle", traits=("moves",))
