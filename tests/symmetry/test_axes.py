@@ -75,7 +75,6 @@ for name, view in {
 vector("layer_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.LayerNorm(c))
 vector("layer_norm of two axes", lambda m, h, g: m.n(h), lambda a, b, c: nn.LayerNorm((b, c)))
 vector("layer_norm, no weights", lambda m, h, g: F.layer_norm(h, h.shape[-1:]))
-vector("layer_norm of two axes, no weights", lambda m, h, g: F.layer_norm(h, h.shape[1:]))
 vector("rms_norm", lambda m, h, g: F.rms_norm(h, h.shape[-1:]))
 vector("group_norm, one group", lambda m, h, g: m.n(h), lambda a, b, c: nn.GroupNorm(1, b))
 vector("group_norm, a group each", lambda m, h, g: m.n(h), lambda a, b, c: nn.GroupNorm(b, b))
@@ -83,32 +82,23 @@ vector("group_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.GroupNorm(math.g
 vector("batch_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.BatchNorm1d(b))
 vector("instance_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.InstanceNorm1d(b, affine=True))
 vector("normalized", lambda m, h, g: F.normalize(h, dim=1))
-vector("norm of two axes", lambda m, h, g: h / h.norm(dim=(1, 2), keepdim=True))
-vector("weight norm", lambda m, h, g: h * (g / g.norm(dim=1, keepdim=True)))
 
 # linear maps
 vector("linear", lambda m, h, g: m.n(h), lambda a, b, c: nn.Linear(c, c))
-vector("linear, as a gate", lambda m, h, g: h * m.n(h).sum(-1, keepdim=True), lambda a, b, c: nn.Linear(c, 5))
 vector("bilinear", lambda m, h, g: m.n(h.contiguous(), g.contiguous()), lambda a, b, c: nn.Bilinear(c, c, c))
 vector("conv", lambda m, h, g: m.n(h), lambda a, b, c: nn.Conv1d(b, b, 3, padding=1))
 vector("conv, pointwise", lambda m, h, g: m.n(h), lambda a, b, c: nn.Conv1d(b, b, 1))
 vector("conv, depthwise", lambda m, h, g: m.n(h), lambda a, b, c: nn.Conv1d(b, b, 3, padding=1, groups=b))
-vector("conv, depthwise and pointwise", lambda m, h, g: m.n(h), lambda a, b, c: nn.Conv1d(b, b, 1, groups=b))
 vector("lstm", lambda m, h, g: m.n(h)[0], lambda a, b, c: nn.LSTM(c, c, batch_first=True))
 vector("gru", lambda m, h, g: m.n(h)[0], lambda a, b, c: nn.GRU(c, c))
 vector("gru, from a state", lambda m, h, g: m.n(h, g[:1].contiguous())[0], lambda a, b, c: nn.GRU(c, c))
-vector("gru, last state", lambda m, h, g: h * m.n(h)[1][0][None], lambda a, b, c: nn.GRU(c, c))
 vector(
     "gru cell", lambda m, h, g: m.n(h.flatten(0, 1), g.flatten(0, 1)).view(h.shape), lambda a, b, c: nn.GRUCell(c, c)
 )
-vector("multihead attention", lambda m, h, g: m.n(h, g, h)[0], lambda a, b, c: nn.MultiheadAttention(c, 1))
 vector("baddbmm", lambda m, h, g: torch.baddbmm(h, m.n, h), lambda a, b, c: weight(a, b, b))
 vector("bmm with a weight", lambda m, h, g: torch.bmm(h, m.n), lambda a, b, c: weight(a, c, c))
 vector("bmm with a view", lambda m, h, g: torch.bmm(h, m.n.transpose(1, 2)), lambda a, b, c: weight(a, c, c))
 vector("einsum in blocks", lambda m, h, g: torch.einsum("abc,bcd->abd", h, m.n), lambda a, b, c: weight(b, c, c))
-vector(
-    "einsum of three", lambda m, h, g: torch.einsum("abc,bde,ac->abc", h, m.n, g[:, 0]), lambda a, b, c: weight(b, 3, 2)
-)
 vector(
     "einsum over both",
     lambda m, h, g: torch.einsum("abc,dbc->abd", h, m.n)[..., :1] * h,
@@ -119,37 +109,23 @@ vector(
     lambda m, h, g: torch.bmm(h.reshape(1, -1, h.shape[-1]).repeat(3, 1, 1), m.n).sum(0).view(h.shape),
     lambda a, b, c: weight(3, c, c),
 )
-vector(
-    "copies along the first axis",
-    lambda m, h, g: (h.repeat(2, 1, 1).view(2, *h.shape) * m.n).sum(0),
-    lambda a, b, c: weight(2, 1, 1, 1),
-)
 
 # products and attention
 vector("attention", lambda m, h, g: F.scaled_dot_product_attention(h, g, h))
-vector("attention to another", lambda m, h, g: F.scaled_dot_product_attention(h, g, g))
 vector("bmm", lambda m, h, g: torch.bmm(torch.bmm(h, g.transpose(1, 2)), h))
 vector("attention by hand", lambda m, h, g: torch.bmm(torch.bmm(h, g.transpose(1, 2)).softmax(-1), h))
-vector("attention by columns", lambda m, h, g: torch.bmm(torch.bmm(h, g.transpose(1, 2)).softmax(1), h))
 vector("distances", lambda m, h, g: torch.bmm(torch.cdist(h, g), h))
-vector("paired distances", lambda m, h, g: h * F.pairwise_distance(h, g)[..., None])
-vector("cosines", lambda m, h, g: h * F.cosine_similarity(h, g, 1)[:, None])
 vector("row products", lambda m, h, g: h * torch.einsum("abc,abc->ab", h, g)[..., None])
 
 # entry by entry, and reductions
 vector("sum", lambda m, h, g: h + g)
-vector("gate, last axis", lambda m, h, g: h * g.mean(-1, keepdim=True))
 vector("gate, middle axis", lambda m, h, g: h * g.mean(1, keepdim=True))
-vector("gate, first axis", lambda m, h, g: h * g.mean(0, keepdim=True))
 vector("factors", lambda m, h, g: h * m.n, lambda a, b, c: weight(c))
 vector("factors of rows", lambda m, h, g: h * m.n, lambda a, b, c: weight(b, 1))
-vector("factors of samples", lambda m, h, g: h * m.n, lambda a, b, c: weight(a, 1, 1))
 vector("shifts", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c: weight(b, c))
 vector("shifts, in a view", lambda m, h, g: torch.relu(h + m.n.t()), lambda a, b, c: weight(c, b))
-vector("shifts of all", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c: weight(a, b, c))
 vector("lerp", lambda m, h, g: torch.lerp(h, g, m.n), lambda a, b, c: weight(b, c))
 vector("where", lambda m, h, g: torch.where(g > 0, h, m.n), lambda a, b, c: weight(b, c))
-vector("addcmul", lambda m, h, g: torch.addcmul(h, g, m.n), lambda a, b, c: weight(b, c))
 vector("prelu", lambda m, h, g: m.n(h), lambda a, b, c: nn.PReLU(b))
 for dim in range(3):
     vector(f"softmax {dim}", lambda m, h, g, dim=dim: h.softmax(dim))
@@ -161,9 +137,7 @@ vector("median", lambda m, h, g: h - h.median(1, keepdim=True)[0])
 # positions
 vector("argmax, last axis", lambda m, h, g: h * F.one_hot(h.argmax(-1), h.shape[-1]))
 vector("argmax, middle axis", lambda m, h, g: h * F.one_hot(h.argmax(1), h.shape[1]).transpose(1, 2))
-vector("topk", lambda m, h, g: h * (h >= h.topk(2, -1)[0][..., -1:]))
 vector("sort, last axis", lambda m, h, g: h.sort(-1)[0])
-vector("sort, middle axis", lambda m, h, g: h.sort(1)[0])
 vector("gather, last axis", lambda m, h, g: h.gather(-1, g.argsort(-1)))
 vector("gather, middle axis", lambda m, h, g: h.gather(1, g.argsort(1)))
 vector("scatter", lambda m, h, g: torch.zeros_like(h).scatter(-1, g.argsort(-1), h))
@@ -171,10 +145,8 @@ vector("cumsum", lambda m, h, g: h.cumsum(1))
 vector("flip", lambda m, h, g: h + h.flip(1))
 vector("first of the middle axis", lambda m, h, g: h * g[:, :1])
 vector("first of the last axis", lambda m, h, g: h * g[..., :1])
-vector("first of the first axis", lambda m, h, g: h * g[:1])
 vector("pad", lambda m, h, g: F.pad(h, (1, 0))[..., :-1])
 vector("max_pool", lambda m, h, g: F.max_pool1d(h, 3, 1, 1))
-vector("mean pool", lambda m, h, g: h * F.adaptive_avg_pool1d(h, 1))
 vector("interpolate", lambda m, h, g: F.interpolate(h, size=h.shape[-1], mode="linear"))
 vector("fft", lambda m, h, g: torch.fft.fft(h, dim=1).real)
 vector("tril", lambda m, h, g: h.tril())
@@ -182,7 +154,6 @@ vector("unfold", lambda m, h, g: h.unfold(1, 2, 1).sum(1).sum(-1)[:, None] * h)
 
 # data movement
 vector("glu, last axis", lambda m, h, g: F.glu(torch.cat([h, g], -1), -1))
-vector("glu, middle axis", lambda m, h, g: F.glu(torch.cat([h, g], 1), 1))
 vector("stacked", lambda m, h, g: torch.stack([h, g], -1).amax(-1))
 vector("unbound", lambda m, h, g: torch.stack([torch.tanh(z) for z in h.unbind(1)], 1))
 vector("unbound, told apart", lambda m, h, g: torch.stack([z * (k + 1) for k, z in enumerate(h.unbind(-1))], -1))
@@ -200,9 +171,7 @@ image("batch_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.BatchNorm2d(b)
 image("group_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.GroupNorm(math.gcd(2, b), b))
 image("instance_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.InstanceNorm2d(b))
 image("layer_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.LayerNorm(d))
-image("layer_norm of an image", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.LayerNorm((b, c, d)))
 image("softmax of channels", lambda m, h, g: h.softmax(1))
-image("softmax of rows", lambda m, h, g: h.softmax(2))
 image("softmax of positions", lambda m, h, g: h.flatten(2).softmax(-1).view(h.shape))
 image("max_pool", lambda m, h, g: F.max_pool2d(h, 2, 1))
 image("mean of positions", lambda m, h, g: h.mean((2, 3)))
@@ -214,10 +183,8 @@ image(
     lambda m, h, g: h * m.n(h.mean((2, 3)))[:, :, None, None],
     lambda a, b, c, d: nn.Sequential(nn.Linear(b, 4), nn.ReLU(), nn.Linear(4, b), nn.Sigmoid()),
 )
-image("linear of columns", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.Linear(d, 5))
 image("linear of channels", lambda m, h, g: m.n(h.permute(0, 2, 3, 1)), lambda a, b, c, d: nn.Linear(b, 5))
 image("linear of positions", lambda m, h, g: m.n(h.flatten(2)), lambda a, b, c, d: nn.Linear(c * d, 5))
-image("attention", lambda m, h, g: F.scaled_dot_product_attention(h, g, h))
 image(
     "attention of channels",
     lambda m, h, g: (F.normalize(h.flatten(2), dim=-1) @ g.flatten(2).transpose(1, 2)).softmax(-1) @ h.flatten(2),
@@ -227,7 +194,6 @@ image(
 )
 image("pixel_shuffle", lambda m, h, g: F.pixel_shuffle(h, 2))
 image("pixel_unshuffle", lambda m, h, g: F.pixel_unshuffle(h, 2))
-image("channel_shuffle", lambda m, h, g: F.channel_shuffle(h, two(h.shape[1])))
 image("unfold", lambda m, h, g: F.unfold(h, 2))
 image("interpolate", lambda m, h, g: F.interpolate(h, size=(3, 3), mode="bilinear"))
 image("grid_sample", lambda m, h, g: F.grid_sample(h, torch.stack([g[:, 0], g[:, 1]], -1).tanh(), align_corners=False))
@@ -235,7 +201,6 @@ image("prelu", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.PReLU(b))
 image("shifts of positions", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c, d: weight(c, d))
 image("shifts of an image", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c, d: weight(1, b, c, d))
 image("weights of channels", lambda m, h, g: h @ m.n, lambda a, b, c, d: weight(b, d, 5))
-image("weights of channels, in a view", lambda m, h, g: h @ m.n.transpose(1, 2), lambda a, b, c, d: weight(b, 5, d))
 image("weights of samples and channels", lambda m, h, g: h @ m.n, lambda a, b, c, d: weight(a, b, d, 5))
 image("sum over two axes", lambda m, h, g: torch.einsum("abcd,dce->abe", h, m.n), lambda a, b, c, d: weight(d, c, 5))
 image(
@@ -243,7 +208,6 @@ image(
     lambda m, h, g: torch.relu(torch.einsum("abcd,def->abcef", h, m.n)).amax(-1),
     lambda a, b, c, d: weight(d, 3, 4),
 )
-image("norms", lambda m, h, g: h * g.norm(dim=(1, 3), keepdim=True))
 image("windows", lambda m, h, g: h.unfold(3, 2, 1).amax(-1))
 image("local_response_norm", lambda m, h, g: F.local_response_norm(h, 2))
 

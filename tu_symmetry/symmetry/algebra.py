@@ -6,7 +6,6 @@ operators demand of units and scales is written down in the :class:`~.ledger.Led
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,14 @@ Label = tuple[Array, ...]
 Term = tuple[float, Array]
 
 ZERO = 0  # the scale variable that is always zero
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """Units at which entries differ, by the witness (a bit) that shows it, see :mod:`.distinct`."""
+
+    units: Array
+    witness: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +45,11 @@ class Value:
     parameter: str | None = None  # name, if this is a parameter or buffer itself
     fill: float | None = None  # the number that every entry holds, if this is known to be such a constant
     points: Label = ()  # of the axis whose positions the entries are (`argmax`): renamed as its units move
+    zero: bool = False  # throughout: any factor is one of it
+    sole: bool = False  # a view of a parameter that nothing else reads
+    statistic: bool = False  # a norm, a deviation and the like: it may be given an epsilon
+    proofs: tuple[Proof, ...] = ()  # that entries are different numbers
+    depends: int = 0  # the witnesses that the entries depend on, as bits
 
     @property
     def ndim(self) -> int:
@@ -56,15 +68,10 @@ class Value:
         return replace(self, shape=shape, labels=labels, reasons=reasons)
 
 
-def code(positions: Array) -> Array:
-    """Entries that stand for fixed positions."""
-    return -1 - positions
-
-
 def kinds(rows: Array) -> Array:
     """Codes of fixed positions, one for each row; equal rows have the same."""
     _, inverse = np.unique(rows, axis=0, return_inverse=True)
-    return code(inverse.reshape(-1).astype(np.int64))
+    return -1 - inverse.reshape(-1).astype(np.int64)
 
 
 def along(values: Array, axis: int, ndim: int) -> Array:
@@ -110,22 +117,9 @@ def distinct(values: Array) -> Array:
 
 
 def distinct_rows(rows: Array) -> Array:
-    """The distinct rows of integers, in lexicographic order; by way of one number for each, where these fit."""
-    if not len(rows):
-        return rows
-    low, high = rows.min(axis=0), rows.max(axis=0)
-    spans = [int(b) - int(a) + 1 for a, b in zip(low, high, strict=True)]
-    if math.prod(spans) >= 2**63:
-        return np.unique(rows, axis=0)
-    keys = np.zeros(len(rows), dtype=np.int64)
-    for k, span in enumerate(spans):
-        keys = keys * span + (rows[:, k] - low[k])
-    keys = distinct(keys)
-    columns: list[Array] = []
-    for span in reversed(spans):
-        columns.insert(0, keys % span)
-        keys //= span
-    return np.stack(columns, axis=1) + low
+    """The distinct rows of integers, in lexicographic order."""
+    rows = rows[np.lexsort(rows.T[::-1])]
+    return rows[np.append(True, (rows[1:] != rows[:-1]).any(axis=1))] if len(rows) else rows
 
 
 def among(array: Array, values: Array) -> NDArray[np.bool_]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from tu_symmetry.symmetry import nodes, views
-from tu_symmetry.symmetry.algebra import Array, Label, Value, along, among, distinct, kinds, pinned_value
-from tu_symmetry.symmetry.distinct import Distinct
+from tu_symmetry.symmetry import distinct, nodes, views
+from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, among, kinds, pinned_value, units_of
 from tu_symmetry.symmetry.extraction.classes import joined
 from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
 from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
@@ -31,7 +31,7 @@ from tu_symmetry.symmetry.tracing import Parameter, Trace
 
 Node = torch.fx.Node
 _CUTS = frozenset(("slice", "narrow", "select", "unbind", "chunk", "split", "split_with_sizes", "tensor_split"))
-_TURNS = frozenset(("transpose", "t", "swapaxes", "swapdims", "mT", "numpy_T", "adjoint"))  # their own inverses
+OVERWRITTEN = "written to in place through a view"
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,6 @@ class _Interpreter:
         self.root: dict[Node, Node] = {}  # for a view the node whose memory it shares
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
         self.compares = any(map(finds_positions, module.graph.nodes))
-        self.zero: set[Node] = set()  # the nodes that rules are told about by these names
-        self.statistic: set[Node] = set()
-        self.sole: set[Node] = set()
-        self.distinct = Distinct()
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Results of the graph for the given inputs, as values."""
@@ -116,7 +112,13 @@ class _Interpreter:
     def _known(self, node: Node) -> Any:
         """What a rule sees of a node; of a constant that follows sizes, nothing."""
         held = self.env[node]
-        return self._value(held.to("meta") if node.name in self.following.constants else held)
+        value = self._value(held.to("meta") if node.name in self.following.constants else held)
+        if isinstance(held, Parameter) and held.trained and self.compares:  # its entries are different numbers
+            witness = 1 << list(self.ledger.parameters).index(held.name)
+            return replace(value, proofs=(Proof(units_of(value.labels), witness),), depends=witness)
+        if isinstance(value, Value) and value.sole and len(node.users) > 1:
+            return replace(value, sole=False)
+        return value
 
     def _constant(self, tensor: Tensor) -> Value:
         """A constant, whose slices along an axis have equal codes where they hold equal numbers."""
@@ -127,6 +129,7 @@ class _Interpreter:
         array: NDArray[Any] = (own.float() if own.dtype == torch.bfloat16 else own).numpy()
         alike = known and array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
         value = views.uniform(array.shape, float(array.flat[0]) if alike else None)
+        value = replace(value, zero=known and array.size > 0 and not array.any())
         for axis, size in enumerate(array.shape):
             if size > 1 and array.size and not (array == array.take([0], axis)).all():
                 codes = kinds(np.moveaxis(array, axis, 0).reshape(size, -1))
@@ -142,7 +145,7 @@ class _Interpreter:
         (n,) = twice
         first, second = (k for k, size in enumerate(array.shape) if size == n)
         alike = interchangeable(np.moveaxis(array, (first, second), (0, 1)).reshape(n, n, -1))
-        if len(distinct(alike)) >= min(len(distinct(value.labels[axis][0])) for axis in (first, second)):
+        if len(np.unique(alike)) >= min(len(np.unique(value.labels[axis][0])) for axis in (first, second)):
             return value  # its rows (or columns) are as alike for themselves
         units = self.ledger.fresh_units(n)
         self.ledger.marks.append(Mark(units, alike, "meets a constant"))
@@ -170,24 +173,18 @@ class _Interpreter:
         if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in read])):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             with torch.no_grad():
-                self.env[node] = held = target(*arguments, **options)
+                self.env[node] = target(*arguments, **options)
             self._alias(node)
-            if isinstance(held, Tensor) and held.layout == torch.strided and held.numel() and not held.is_meta:
-                self.zero |= set() if held.any() else {node}
             return
         given = _each(arguments_of(node), lambda n: n)
-        bound = _each(given, self._known)
+        known = {n: self._known(n) for n in node.all_input_nodes}
+        bound = _each(given, known.__getitem__)
         self._note(node, traits)
         for axis in (axis for name, axis in self.following.cuts if name == node.name):
             whole = self._value(self.env[node.all_input_nodes[0]])  # nothing is known of where other inputs cut
             self.ledger.pin_label(whole.labels[axis], FOLLOWS, axis)
             self.ledger.alike_along(whole, axis)
         points = self._points(rule_name_of(target), bound)
-        pairs = list(_tensors(given, bound))
-        alone = {n for n in self.sole if len(n.users) == 1}
-        zeros, sole, statistics = (
-            frozenset(id(v) for n, v in pairs if n in marked) for marked in (self.zero, alone, self.statistic)
-        )
         call = Call(
             self.ledger,
             rule_name_of(target),
@@ -196,10 +193,6 @@ class _Interpreter:
             used=nodes.outputs_read(node),
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
-            zeros=zeros,
-            apart={id(v): self.distinct.units(n) for n, v in pairs} if self.compares else {},
-            sole=sole,
-            statistics=statistics,
         )
         # a parameter that comes twice is no longer free to be nested as one of its places asks
         parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
@@ -207,16 +200,15 @@ class _Interpreter:
         marked = len(self.ledger.marks)
         values = _apply(call)
         self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
-        if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
-            values = [v if v.fill is None else replace(v, fill=None) for v in values]
         for k, tensor in enumerate(nodes.outputs_of(node)):
             if values[k].scale and isinstance(tensor, Tensor) and not is_continuous(tensor):
                 values[k] = self.ledger.unscaled(values[k])  # what is cut to integers follows no factor
-        if points:
-            values = [replace(v, points=points) for v in values]
-        self._keep(node, values)
+        facts = self._facts(node, traits, given, known, values)
+        facts |= {"points": points} if points else {}
+        if "fills" not in traits:  # what is computed from constants is no longer the number that they hold
+            facts["fill"] = None
+        self._keep(node, [_with(v, facts) for v in values])
         self.ledger.used |= set(parameters)
-        self._remember(node, traits, given, call, values)
         self._alias(node)
         if writes(target):
             self._write(node, node.args[0])
@@ -232,11 +224,6 @@ class _Interpreter:
         source, position = node.args
         assert isinstance(source, Node)
         self.env[node] = self.env[source][position]
-        self.distinct.piece(node, source)
-        if source in self.statistic:
-            self.statistic.add(node)
-        if source in self.sole and source.target is torch.ops.aten.unbind.int:  # each piece has scales of its own
-            self.sole.add(node)
         if source in self.reading.origins:
             self.reading.move(node, source, "")
         if source in self.root:  # a piece of what was cut
@@ -268,12 +255,13 @@ class _Interpreter:
 
     def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         """Results of a graph within the graph."""
-        return _Interpreter(self.ledger, module, self.reading).run(inputs)
+        found = _Interpreter(self.ledger, module, self.reading).run(inputs)
+        return [replace(v, depends=distinct.ANYTHING) if isinstance(v, Value) else v for v in found]
 
     # -- what is known of tensors beside their labels -----------------------------------------------------------
 
     def _note(self, node: Node, traits: frozenset[str]) -> None:
-        """What an operator reads, and what it only moves; and parameters, whose entries are different numbers."""
+        """What an operator reads, and what it only moves."""
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         found = "picks" in traits and len(tensors) == 2 and picked(self.env[tensors[1]], 0) is not None
         if tensors and ("moves" in traits or found):
@@ -282,10 +270,6 @@ class _Interpreter:
                 self.reading.move(node, tensors[0], held.name if isinstance(held, Parameter) else held)
         else:
             self._read(node)
-        for n in tensors if self.compares else ():
-            held = self.env[n]
-            if isinstance(held, Parameter) and held.trained:
-                self.distinct.source(n, self._value(held), held.name)
 
     def _read(self, node: Node) -> None:
         for n in node.all_input_nodes:
@@ -313,30 +297,35 @@ class _Interpreter:
             bound[key] = [settled(v) for v in argument] if isinstance(argument, list) else settled(argument)
         return kept
 
-    def _remember(
-        self, node: Node, traits: frozenset[str], given: dict[str, Any], call: Call, outputs: list[Value]
-    ) -> None:
-        """Which tensors are zero throughout, which are statistics, and where entries are different numbers."""
-        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    def _facts(
+        self, node: Node, traits: frozenset[str], given: dict[str, Any], known: dict[Node, Any], outputs: list[Value]
+    ) -> dict[str, Any]:
+        """What is known of an operator's results beside labels and scales."""
+        inputs = [n for n in known if isinstance(n.meta.get("val"), Tensor)]
+        seen = [known[n] for n in inputs]
         moves = "moves" in traits
-        if "zeros" in traits or (moves and inputs and inputs[0] in self.zero):
-            self.zero.add(node)
         follows = moves or "of_statistics" in traits
-        if "statistic" in traits or (follows and inputs and all(n in self.statistic for n in inputs)):
-            self.statistic.add(node)
-        alone = moves and len(inputs) == 1 and (len(inputs[0].users) == 1 or _is_own_piece(node))
-        if alone and (inputs[0] in self.sole or isinstance(self.env[inputs[0]], Parameter)):
-            self.sole.add(node)
+        apart = len(outputs) == 1 or node.target is torch.ops.aten.unbind.int  # each piece has scales of its own
+        facts: dict[str, Any] = {
+            "zero": "zeros" in traits or (moves and any(v.zero for v in seen[:1])),
+            "statistic": "statistic" in traits or (follows and bool(seen) and all(v.statistic for v in seen)),
+            "sole": moves and apart and len(inputs) == 1 and self._is_sole(node, inputs[0]),
+            "proofs": (),
+            "depends": distinct.dependence(v for v in known.values() if isinstance(v, Value)),
+        }
         if self.compares and outputs:
-            operands = {}  # the floating-point tensors by name; those of a list by the argument's name and a number
-            for name, argument in given.items():
-                for k, (n, v) in enumerate(_tensors({name: argument}, {name: call[name]})):
-                    if is_continuous(n.meta["val"]):
-                        operands[f"{name} {k}" if isinstance(argument, list) else name] = n, v
-            kept = all(nodes.keeps_digits(node, n.meta["val"]) for n, _ in operands.values())
-            dim, normalized = call.get("dim"), call.get("normalized_shape", ())
+            floats = [n for n in inputs if is_continuous(n.meta["val"])]
+            kept = all(nodes.keeps_digits(node, n.meta["val"]) for n in floats)
+            operands = {name: known[n] for name, n in _named(given) if n in floats}
+            dim, normalized = given.get("dim"), given.get("normalized_shape") or ()
             axes = [*([dim] if isinstance(dim, int) else []), *range(-len(normalized), 0)] if outputs[0].ndim else []
-            self.distinct.follow(node, traits if kept else frozenset(), operands, outputs, axes)
+            facts["proofs"] = distinct.proven(traits if kept else frozenset(), operands, outputs, axes)
+        return facts
+
+    def _is_sole(self, node: Node, source: Node) -> bool:
+        held = self.env[source]
+        alone = len(source.users) == 1 or _is_own_piece(node)
+        return alone and (isinstance(held, Parameter) or (isinstance(held, Value) and held.sole))
 
     # -- aliases and in-place writes ----------------------------------------------------------------------------
 
@@ -352,27 +341,23 @@ class _Interpreter:
             return
         root = self.root.get(written, written)
         others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
-        if node not in self.zero:
-            self.zero -= {root, written, *others}
-        for other in {root, written, *others} - {node}:
-            self.distinct.overwrite(other, node, whole=other is written and written is root)
-        now = self.order[node]
         chain = self._put_back(written, self.env[node])
         self.env[written] = self.env[node]
-        stale = [n for n in others if any(self.order[u] > now for u in n.users) and n not in (chain or ())]
-        if chain is not None and all(map(self._refresh, sorted(set(others) - set(chain), key=self.order.__getitem__))):
-            return
-        reason = "written to in place through a view"
+        read = [n for n in others if any(self.order[u] > self.order[node] for u in n.users)]
+        if chain is None:
+            for other in read:
+                self.env[other] = _mapped(self._gone, self.env[other])
+            if read:
+                self.ledger.pin(self.env[node], OVERWRITTEN)
+        for other in others if chain is not None else ():
+            if other not in chain:
+                self._refresh(other)
+        for other in others:
+            self.env[other] = _mapped(partial(_changed, zero=self.env[node].zero), self.env[other])
 
-        def gone(held: Any) -> Value:
-            self.ledger.pin(value := self._value(held), reason)
-            return pinned_value(value.shape, reason)
-
-        for other in stale:
-            held = self.env[other]
-            self.env[other] = list(map(gone, held)) if isinstance(held, list) else gone(held)
-        if stale:
-            self.ledger.pin(self.env[node], reason)
+    def _gone(self, held: Any) -> Value:
+        self.ledger.pin(value := self._value(held), OVERWRITTEN)
+        return pinned_value(value.shape, OVERWRITTEN)
 
     def _put_back(self, view: Node, new: Value) -> list[Node] | None:
         """Write new content of a view into what it is a view of, and so on; the nodes that were updated, or None."""
@@ -391,51 +376,32 @@ class _Interpreter:
         piece: Any = None
         if view.target is operator.getitem:
             view, piece = view.args  # type: ignore[assignment]
-        source = view.args[0]
-        if not isinstance(source, Node) or not isinstance(view.target, torch._ops.OpOverload):
-            return None
+        source: Any = view.args[0]
         old = self._value(self.env[source])
-        if not isinstance(old, Value):
-            return None
         rule = rule_name_of(view.target)
         name = rule.removeprefix("aten.")
         if name in ("fill", "copy") or writes(view.target):
             return source, new  # what an earlier write returned
         if "same" in TRAITS.get(rule, ()):
             return source, views.reshape(self.ledger, new, old.shape)
-        given = _each(arguments_of(view), self._known)
-        if name in _TURNS:
-            return source, RULES[rule](Call(self.ledger, rule, {**given, "self": new}, [old.shape]))  # type: ignore[return-value]
-        if name == "permute":
-            return source, views.permute(new, np.argsort([d % old.ndim for d in given["dims"]]).tolist())
-        axis = given.get("dim", 0)
-        if (
-            name not in _CUTS
-            or not isinstance(axis, int)
-            or any(isinstance(a, Node) for a in tree_leaves(view.args[1:]))
-        ):
+        if name not in _CUTS or len(view.all_input_nodes) > 1:
             return None
-        axis %= max(old.ndim, 1)
+        axis = arguments_of(view).get("dim", 0) % old.ndim
         positions = _positions(view, piece, old.shape, axis)
         content = views.reshape(self.ledger, new, old.with_axis(axis, size=len(positions)).shape)
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 
-    def _refresh(self, node: Node) -> bool:
-        """Look again at memory that was written to elsewhere; whether that could be done."""
-        source = node.args[0]
-        if not isinstance(source, Node):
-            return False
+    def _refresh(self, node: Node) -> None:
+        """Look again at memory that was written to elsewhere."""
+        source: Any = node.args[0]
         if node.target is operator.getitem:
             self.env[node] = self.env[source][node.args[1]]
-        elif not isinstance(node.target, torch._ops.OpOverload):
-            return False
-        elif writes(node.target):  # what a write returned
+        elif writes(node.target):  # type: ignore[arg-type]  # what a write returned
             self.env[node] = self.env[source]
         else:
             bound = _each(arguments_of(node), self._known)
             call = Call(self.ledger, rule_name_of(node.target), bound, shapes_of(node), nodes.outputs_read(node))
             self._keep(node, _apply(call))
-        return True
 
 
 def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int) -> Array:
@@ -459,11 +425,13 @@ def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:
     return {name: bound(argument) for name, argument in given.items()}
 
 
-def _tensors(given: dict[str, Any], bound: dict[str, Any]) -> Iterator[tuple[Node, Value]]:
-    """The nodes among the arguments, and the values that stand for them."""
-    for n, v in zip(tree_leaves(given), tree_leaves(bound), strict=True):
-        if isinstance(n, Node) and isinstance(v, Value):
-            yield n, v
+def _named(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments by name; those of a list by the argument's name and a number."""
+    for name, argument in given.items():
+        if isinstance(argument, list):
+            yield from ((f"{name} {k}", item) for k, item in enumerate(argument))
+        else:
+            yield name, argument
 
 
 def _same_memory(view: Node, source: Node) -> bool:
@@ -472,12 +440,7 @@ def _same_memory(view: Node, source: Node) -> bool:
     if not all(isinstance(t, Tensor) and t.layout == torch.strided for t in held):
         return True
     (first, second), target = held, view.target
-    if first.untyped_storage()._cdata == second.untyped_storage()._cdata:
-        return True
-    modes = [t.fake_mode for t in (first, second) if isinstance(t, FakeTensor)]
-    if not isinstance(target, torch._ops.OpOverload) or len(modes) < 2 or modes[0] is modes[1]:
-        return False
-    if writes(target):
+    if first.untyped_storage()._cdata == second.untyped_storage()._cdata or writes(target):
         return True
     with FakeTensorMode():
         fresh = {
@@ -513,6 +476,22 @@ def interchangeable(square: NDArray[Any]) -> Array:
             if len(firsts) > 32 and len(firsts) > j // 2:
                 return np.arange(n)  # hardly any two are alike
     return found
+
+
+def _mapped(function: Callable[[Any], Any], held: Any) -> Any:
+    """The function of what stands for a node, or of each of its pieces."""
+    return list(map(function, held)) if isinstance(held, list) else function(held)
+
+
+def _changed(held: Any, *, zero: bool) -> Any:
+    """What stands for memory that was written to elsewhere (with zeros): less is known of it."""
+    if not isinstance(held, Value):
+        return held
+    return replace(held, zero=held.zero and zero, proofs=(), depends=distinct.ANYTHING)
+
+
+def _with(value: Value, facts: dict[str, Any]) -> Value:
+    return value if all(getattr(value, k) == fact for k, fact in facts.items()) else replace(value, **facts)
 
 
 def _listed(result: Value | Sequence[Value]) -> list[Value]:

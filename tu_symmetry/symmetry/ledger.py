@@ -21,7 +21,6 @@ from tu_symmetry.symmetry.algebra import (
     Value,
     along,
     among,
-    code,
     distinct,
     distinct_rows,
     merge_fixed,
@@ -95,7 +94,7 @@ class Ledger:
     def fresh_places(self, count: int) -> Array:
         """Codes of fixed positions that are unlike each other and all others."""
         first, self.places = self.places, self.places + count
-        return code(np.arange(first, first + count, dtype=np.int64))
+        return -1 - np.arange(first, first + count, dtype=np.int64)
 
     def fresh_variables(self, shape: tuple[int, ...]) -> Array:
         """New scale variables in a given shape."""
@@ -220,13 +219,12 @@ class Ledger:
             return ()
         single, several = (left[0], right) if len(a) == 1 else (right[0], left)
         met = single < 0
+        if len(distinct(single[met])) > 1:
+            self.pin_label((*a, *b), "meets fixed positions")
+            return ()
         self.pin_label((z[met] for z in several), "meets a fixed position")
         self.bindings.append(Binding(single[~met], tuple(z[~met] for z in several)))
-        label = b if len(a) == 1 else a
-        if not met.any() or (single[met] == single[met][0]).all():
-            return label
-        first = merge_fixed(several[0], np.where(met, single, np.where(several[0] < 0, several[0], -1)))
-        return (tighten(np.where(met, first, several[0])), *label[1:])
+        return b if len(a) == 1 else a
 
     def _unify_factors(self, a: Label, b: Label, left: list[Array], right: list[Array], reason: str) -> Label:
         """Two labels of as many components, broadcast to ``left`` and ``right``: their factors are unified."""
@@ -238,16 +236,10 @@ class Ledger:
                 self.pin_label((x, y), reason or "meets a fixed axis")
                 merged.append(tighten(np.minimum(x, y)))
                 continue
-            clash = (x >= 0) != (y >= 0)
-            fixed = (x < 0) & (y < 0)
-            differ = bool((x[fixed] != y[fixed]).any())
-            if differ:
-                pairs = distinct_rows(np.stack([x[fixed], y[fixed]], axis=1))
-                if not len(pairs) == len(distinct(x[fixed])) == len(distinct(y[fixed])):  # no mere renaming
-                    clash |= fixed & (x != y)
+            clash = (x != y) & ((x < 0) | (y < 0))
             if clash.any():
                 self.pin_label((z[clash] for z in (*left, *right)), "meets another position of a factored axis")
-            merged.append(tighten(merge_fixed(x, y)) if clash.any() or differ else x)
+            merged.append(tighten(merge_fixed(x, y)) if clash.any() else x)
         if all(x is m for x, m in zip(left, merged, strict=True)):
             return a if sum(z.size for z in a) <= sum(z.size for z in b) else b
         return tuple(merged)
@@ -311,7 +303,7 @@ class Ledger:
         outer = [k for k in varies(units) if k != axis]
         if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
             return False
-        positions = along(code(np.arange(units.shape[axis], dtype=np.int64)), axis, units.ndim)
+        positions = along(-1 - np.arange(units.shape[axis], dtype=np.int64), axis, units.ndim)
         return bool(self._bind(units, positions, *(labels[k][0] for k in outer)))
 
     def _bind(self, units: Array, *factors: Array, one_to_one: bool = False) -> Label:

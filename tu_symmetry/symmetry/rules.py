@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from tu_symmetry.symmetry.algebra import Array, Value, pinned_value
+from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.ledger import Ledger
 
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
@@ -34,7 +34,6 @@ TRAIT_NAMES = {
     "pools": "sums, means or extrema of entries (along an axis, over windows)",
     "statistic": "norms, deviations, means: what normalizations add their epsilon to",
     "of_statistics": "makes statistics of statistics (square root)",
-    "random": "draws numbers, no two of which are equal",
     "fills": "every entry is one number, which `Value.fill` tells",
     "zeros": "that number is zero",
 }
@@ -78,33 +77,15 @@ def register_rule(
 
 @dataclass
 class Call:
-    """One operator call of the traced graph.
+    """One operator call of the traced graph."""
 
-    Attributes:
-        ledger: where demands are made.
-        operator: name, for example ``aten.relu``.
-        arguments: by the schema's names; tensors are :class:`Value`, everything else is as in the graph.
-        outputs: shapes of the outputs.
-        used: positions of the outputs that something reads; for ``select``, those that are selected anywhere.
-        constants: as ``arguments``, the tensors among them that are known by value (None for the others).
-        dtypes: as ``arguments``, the types of the tensors.
-        zeros: ids of the tensor arguments that are zero throughout: these have any scale.
-        apart: id of a tensor argument to the units that it is provably different at, see :mod:`.distinct`.
-        sole: ids of the tensor arguments that are views of a parameter which nothing else reads.
-        statistics: ids of the tensor arguments that are norms, deviations and the like: they may be given an epsilon.
-    """
-
-    ledger: Ledger
-    operator: str
-    arguments: dict[str, Any]
-    outputs: list[tuple[int, ...]]
-    used: frozenset[int] = frozenset((0,))
-    constants: dict[str, Any] = field(default_factory=dict)
-    dtypes: dict[str, Any] = field(default_factory=dict)
-    zeros: frozenset[int] = frozenset()
-    apart: dict[int, Array] = field(default_factory=dict)
-    sole: frozenset[int] = frozenset()
-    statistics: frozenset[int] = frozenset()
+    ledger: Ledger  # where demands are made
+    operator: str  # name, for example ``aten.relu``
+    arguments: dict[str, Any]  # by the schema's names; tensors are :class:`Value`, all else is as in the graph
+    outputs: list[tuple[int, ...]]  # shapes
+    used: frozenset[int] = frozenset((0,))  # outputs that something reads; of ``select``, pieces that any call takes
+    constants: dict[str, Any] = field(default_factory=dict)  # as ``arguments``: tensors that are known by value
+    dtypes: dict[str, Any] = field(default_factory=dict)  # as ``arguments``: the types of tensors
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]

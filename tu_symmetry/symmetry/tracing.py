@@ -67,10 +67,6 @@ class Trace:
         return frozenset((*(h.name for h in entered if isinstance(h, Parameter)), *self.constants))
 
 
-class _Unrecorded(SymmetryError):
-    """A program could not be recorded either."""
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), torch.no_grad():
@@ -97,23 +93,8 @@ def trace(
             if any("_vmap_increment_nesting" in str(n.target) for n in program.graph.nodes):
                 return _recorded(model, args, kwargs, None, batched=True)
             return _exported(model, program)
-        except GuardOnDataDependentSymNode as error:
-            return _recorded_instead(model, args, kwargs, error, record=record, batched=False)
         except Exception as error:
-            text = str(error).strip().splitlines()
-            with contextlib.suppress(_Unrecorded):  # gradients, packed sequences: what no exported program holds
-                return _recorded_instead(model, args, kwargs, error, record=record, batched=True)
-            if batch_axis_missing(model, args, kwargs):
-                shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
-                raise SymmetryError(
-                    f"batch axis missing? {type(model).__name__} does not run on example inputs of shape {shapes}, and "
-                    "does with an axis of length 1 in front of each: pass x.unsqueeze(0)"
-                ) from error
-            raise SymmetryError(
-                f"torch.export cannot trace {type(model).__name__}: {text[0] if text else type(error).__name__} (at "
-                f"{_place(error)})\nLikely cause: the example inputs do not fit, or forward does something that no "
-                "graph can hold. Check that model(*example_inputs) runs, or discover the symmetries of the submodules."
-            ) from error
+            return _recorded_instead(model, args, kwargs, error, record=record)
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
@@ -152,28 +133,41 @@ def with_other_sizes(
 
 
 def _recorded_instead(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception, *, record: bool, batched: bool
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception, *, record: bool
 ) -> Trace:
     """The way that the example inputs take, where export fails: if it is the only one, or is asked for."""
-    place = _place(error)
+    place, name = _place(error), type(model).__name__
+    branches = isinstance(error, GuardOnDataDependentSymNode)  # else gradients, or packed sequences
+    recorded = None
     try:
-        recorded = _recorded(model, args, kwargs, place, batched=batched)
-    except Exception as stopped:  # whatever stops the network on these inputs; asked to record it, the user is told
-        if batched:
-            raise _Unrecorded(str(stopped)) from stopped
-        if record:
+        recorded = _recorded(model, args, kwargs, place, batched=not branches)
+    except Exception:  # whatever stops the network on these inputs; asked to record it, the user is told
+        if branches and record:
             raise
-        recorded = None
     if recorded and not _reads_values(recorded.module.graph):  # a mask that forward makes: always the same way
         return replace(recorded, branch=None)
     if recorded and record:
         return recorded
-    raise SymmetryError(
-        f"the forward pass of {type(model).__name__} branches on the values of a tensor, at {place}. Its "
-        'symmetries may differ from branch to branch. discover_symmetries(..., branches="record") finds '
-        "those of the way that the example inputs take; torch.where or torch.cond in place of the branch makes "
-        "both ways count."
-    ) from error
+    if recorded or branches:
+        reason = (
+            f"the forward pass of {name} branches on the values of a tensor, at {place}. Its symmetries may differ "
+            'from branch to branch. discover_symmetries(..., branches="record") finds those of the way that the '
+            "example inputs take; torch.where or torch.cond in place of the branch makes both ways count."
+        )
+    elif batch_axis_missing(model, args, kwargs):
+        shapes = ", ".join(str(tuple(a.shape)) for a in args if isinstance(a, Tensor))
+        reason = (
+            f"batch axis missing? {name} does not run on example inputs of shape {shapes}, and does with an axis of "
+            "length 1 in front of each: pass x.unsqueeze(0)"
+        )
+    else:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (
+            f"torch.export cannot trace {name}: {said} (at {place})\nLikely cause: the example inputs do not fit, or "
+            "forward does something that no graph can hold. Check that model(*example_inputs) runs, or discover the "
+            "symmetries of the submodules."
+        )
+    raise SymmetryError(reason) from error
 
 
 class _Whole(TorchFunctionMode):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from tu_symmetry.symmetry.algebra import (
 )
 from tu_symmetry.symmetry.ledger import Ledger, Mark
 
+T = TypeVar("T")
 SELECTED = "selected by its position"
 
 
@@ -218,21 +220,19 @@ def copies(ledger: Ledger, value: Value, axis: int, count: int, *, inner: bool) 
 def laid(value: Value, places: Sequence[int], ndim: int) -> Value:
     """A tensor with more axes, of size one: the axes of the value stand at these places."""
     order = sorted(range(value.ndim), key=places.__getitem__)
+    gaps = tuple(k for k in range(ndim) if k not in places)
+    moved = permute(value, order)
 
-    def move(array: Array) -> Array:
-        shape = [1] * ndim
-        for k in order:
-            shape[places[k]] = array.shape[k]
-        return array.transpose(order).reshape(shape)
+    def filled(items: Sequence[T], item: T) -> tuple[T, ...]:
+        rest = iter(items)
+        return tuple(item if k in gaps else next(rest) for k in range(ndim))
 
-    found = arranged(value, range(value.ndim), move)
-    at = {place: k for k, place in enumerate(places)}
-    return replace(
-        found,
-        shape=tuple(found.shape[at[k]] if k in at else 1 for k in range(ndim)),
-        labels=tuple(found.labels[at[k]] if k in at else () for k in range(ndim)),
-        reasons=tuple(found.reasons[at[k]] if k in at else "" for k in range(ndim)),
-    )
+    def widened(arrays: Iterable[Array]) -> Label:
+        return tuple(np.expand_dims(array, gaps) for array in arrays)
+
+    labels = filled([widened(label) for label in moved.labels], ())
+    scale = tuple((c, np.expand_dims(v, gaps)) for c, v in moved.scale)
+    return Value(filled(moved.shape, 1), labels, filled(moved.reasons, ""), scale)
 
 
 def pad_left(value: Value, ndim: int) -> Value:
@@ -269,9 +269,6 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
             sized = [in_full(v, k, axis) for v in values]
             labels[k] = tuple(tighten(_join([p[r] for p in sized], axis)) for r in range(len(own[0])))
             continue
-        if spread:
-            values = [unnest(ledger, v, axis) for v in values]
-            labels[k] = values[0].labels[k]
         for value in values[1:]:
             labels[k] = ledger.unify(labels[k], value.labels[k], reasons[k], value.reasons[k], k)
     parts = [in_full(v, axis) for v in values]
@@ -316,25 +313,16 @@ def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:
     return (along(-1 - np.arange(value.shape[axis], dtype=np.int64), axis, value.ndim),)
 
 
-def diagonal(ledger: Ledger, value: Value, first: int, second: int, offset: int = 0) -> Value:
-    """The entries at ``(i, i + offset)`` of two axes, as a last axis that is indexed by the units of both."""
-    size = max(0, min(value.shape[first] + min(offset, 0), value.shape[second] - max(offset, 0)))
-    if size == 0:
-        kept = [n for k, n in enumerate(value.shape) if k not in (first, second)]
-        return pinned_value((*kept, 0), "empty tensor")
-    for axis, start in ((first, max(-offset, 0)), (second, max(offset, 0))):
-        if value.shape[axis] != size:
-            value = take(ledger, value, axis, np.arange(start, start + size))
+def diagonal(ledger: Ledger, value: Value, first: int, second: int) -> Value:
+    """The entries at ``(i, i)`` of two axes of one size, as a last axis that is indexed by the units of both."""
+    size = value.shape[first]
 
     def along_diagonal(array: Array) -> Array:
-        if array.shape[first] == array.shape[second] == 1:
-            return np.expand_dims(array.squeeze((first, second)), -1)
-        shape = list(array.shape)
-        shape[first] = shape[second] = size
-        return np.diagonal(np.broadcast_to(array, shape), 0, first, second)
+        shape = [size if k in (first, second) else n for k, n in enumerate(array.shape)]
+        return tighten(np.diagonal(np.broadcast_to(array, shape), 0, first, second))
 
     rest = [k for k in range(value.ndim) if k not in (first, second)]
-    found = arranged(value, rest, lambda a: tighten(along_diagonal(a)))
+    found = arranged(value, rest, along_diagonal)
     label: Label = ()
     if size > 1:
         one, two = (
@@ -355,12 +343,7 @@ def reshape(ledger: Ledger, value: Value, shape: Sequence[int]) -> Value:
     shape = tuple(shape)
     if shape == value.shape:
         return value
-    if 0 in shape:  # experts without a token: the other axes tell what it is, one token stands for none
-        if shape.count(0) == value.shape.count(0) == 1 and all(0 not in c.shape for lab in value.labels for c in lab):
-            one = replace(value, shape=tuple(n or 1 for n in value.shape))
-            target = tuple(n or 1 for n in shape)
-            if math.prod(target) == math.prod(one.shape):
-                return replace(reshape(ledger, one, target), shape=shape)
+    if 0 in shape:
         ledger.pin(value, "an empty tensor is viewed")
         return pinned_value(shape, "empty tensor")
     matched = segments(value.shape, shape)

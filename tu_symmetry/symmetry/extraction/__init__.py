@@ -7,13 +7,12 @@ blocks. Tied units become classes, classes of one color a node of a forest, node
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tu_symmetry.symmetry.algebra import distinct
-from tu_symmetry.symmetry.extraction.classes import FAR, Classes, Pins, Ties, resolve_classes
-from tu_symmetry.symmetry.extraction.coloring import Coloring, Hash, Tag, color, combined
+from tu_symmetry.symmetry.extraction.classes import FAR, resolve_classes
+from tu_symmetry.symmetry.extraction.coloring import Tag, color, combined
 from tu_symmetry.symmetry.extraction.forest import Forest, Labels, lost_blocks, plant
 from tu_symmetry.symmetry.extraction.members import Contradiction, Reader
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, Pin, unique
@@ -24,56 +23,36 @@ Members = dict[int, list[PermutationMember]]
 
 def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[PermutationGroup], list[Pin]]:
     """The permutation groups, parents first, and the parameter axes that stay pinned."""
-    no_tags = np.zeros(max(ledger.units, 1), dtype=np.uint64)
-    demands: _Demands | None = _Demands(tuple(ledger.ties), tuple(ledger.pins), (), no_tags)
-    while demands is not None:
-        met = demands
-        classes = resolve_classes(ledger.units, met.ties, met.pins, ledger.bindings)
+    ties, pins, tags = list(ledger.ties), list(ledger.pins), list[Tag]()  # more come up when blocks are looked at
+    tag_of_unit = np.zeros(max(ledger.units, 1), dtype=np.uint64)
+    while True:
+        classes = resolve_classes(ledger.units, ties, pins, ledger.bindings)
         labels = {
             name: tuple(classes.resolve(label) for label in value.labels) for name, value in ledger.parameters.items()
         }
-        coloring = color(ledger, classes, met.tags, met.tag_of_unit)
+        coloring = color(ledger, classes, tags, tag_of_unit)
         forest = plant(labels, classes, coloring)
-        demands = _further(ledger, met, classes, coloring, forest)
+        unit = classes.representative
+        ties += [(unit[a], unit[b]) for a, b in forest.same]
+        for tag in forest.tags:
+            tags.append(Tag(unit[tag.units], tag.order))
+            of_class = np.zeros(classes.count, dtype=np.uint64)
+            of_class[tag.units] = combined(len(tags), tag.order)
+            tag_of_unit = combined(tag_of_unit, of_class[classes.of])
+        if forest.same or forest.tags:
+            continue
+        lost = lost_blocks(ledger.nestings, classes, coloring.colors)
+        if not len(lost):
+            break
+        pins.append((unit[lost], "holds units that other blocks hold too"))
     while True:
         try:
-            members = Reader(ledger, met.ties, labels, coloring.colors, forest).members(order)
+            members = Reader(ledger, ties, labels, coloring.colors, forest).members(order)
             break
         except Contradiction as contradiction:  # the node is no group
             node = contradiction.node
-            held = np.flatnonzero(coloring.colors == node.color)
-            forest = forest.without(node, contradiction.reason, held)
+            forest = forest.without(node, contradiction.reason, np.flatnonzero(coloring.colors == node.color))
     return _named(forest, members, order), list(_pins(ledger, labels, forest, classes.count, order))
-
-
-@dataclass(frozen=True, eq=False)
-class _Demands:
-    """The demands of the ledger that may become more while groups are found."""
-
-    ties: Ties
-    pins: Pins
-    tags: tuple[Tag, ...]
-    tag_of_unit: Hash
-
-
-def _further(
-    ledger: Ledger, demands: _Demands, classes: Classes, coloring: Coloring, forest: Forest
-) -> _Demands | None:
-    """The demands with those that only came up when blocks were looked at; None if there are none."""
-    unit = classes.representative
-    if forest.same or forest.tags:
-        ties = tuple((unit[a], unit[b]) for a, b in forest.same)
-        tags, of_unit = demands.tags, demands.tag_of_unit
-        for tag in forest.tags:
-            tags = (*tags, Tag(unit[tag.units], tag.order))
-            of_class = np.zeros(classes.count, dtype=np.uint64)
-            of_class[tag.units] = combined(len(tags), tag.order)
-            of_unit = combined(of_unit, of_class[classes.of])
-        return replace(demands, ties=(*demands.ties, *ties), tags=tags, tag_of_unit=of_unit)
-    lost = lost_blocks(ledger.nestings, classes, coloring.colors)
-    if len(lost):
-        return replace(demands, pins=(*demands.pins, (unit[lost], "holds units that other blocks hold too")))
-    return None
 
 
 def _named(forest: Forest, members: Members, order: Sequence[str]) -> list[PermutationGroup]:

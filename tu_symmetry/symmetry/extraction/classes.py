@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
-from tu_symmetry.symmetry.algebra import Array, Label, among, code, distinct, tighten
+from tu_symmetry.symmetry.algebra import Array, Label, among, distinct, tighten
 from tu_symmetry.symmetry.ledger import Binding
 
 FAR = 1 << 40  # codes of pinned units lie beyond the codes of positions
@@ -25,21 +25,13 @@ Pins = Sequence[tuple[Array, str]]  # units that stay where they are, and why
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """Units after all ties.
+    """Units after all ties."""
 
-    Attributes:
-        of: the class of each unit.
-        count: number of classes.
-        pinned: class to reason.
-        bound: for each class its row in ``tuples``, -1 for a class that is not bound.
-        tuples: ``[bindings, factors]``, the classes (or codes) that a class stands for; -1 fills up.
-    """
-
-    of: Array
+    of: Array  # the class of each unit
     count: int
-    pinned: dict[int, str]
-    bound: Array
-    tuples: Array
+    pinned: dict[int, str]  # class to reason
+    bound: Array  # for each class its row in ``tuples``, -1 for a class that is not bound
+    tuples: Array  # ``[bindings, factors]``, the classes (or codes) that a class stands for; -1 fills up
 
     def resolve(self, label: Label) -> Label:
         """Replace units by classes, bound classes by what they are bound to, pinned classes by far codes."""
@@ -57,7 +49,7 @@ class Classes:
         for component in found:
             moving = component >= 0
             stuck = moving & self.fixed[np.where(moving, component, 0)]
-            resolved.append(tighten(np.where(stuck, code(component + FAR), component)))
+            resolved.append(tighten(np.where(stuck, -1 - FAR - component, component)))
         return tuple(c for c in resolved if c.size > 1 or len(resolved) == 1)
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tu_symmetry.symmetry.algebra import Array, Label, distinct, distinct_rows
+from tu_symmetry.symmetry.algebra import Array, Label, along, distinct, distinct_rows
 from tu_symmetry.symmetry.extraction.classes import Classes, Ties
 from tu_symmetry.symmetry.ledger import Ledger, Seen
 
@@ -117,7 +117,7 @@ def _related(total: Hash, component: Array, outer: Label, axis: int, key: int) -
     """How the units of a component depend on the axis that they are nested in, which has the label ``outer``."""
     size = component.shape[axis]
     if not any((o >= 0).any() for o in outer):
-        return combined(key, _along(np.arange(size), component.ndim, axis)), []
+        return combined(key, along(np.arange(size), axis, component.ndim)), []
     met: Hash = combined(key, _copies(component, outer, axis))
     edges: list[Array] = []
     for part, o in enumerate(outer):
@@ -134,10 +134,6 @@ def _related(total: Hash, component: Array, outer: Label, axis: int, key: int) -
     return met, edges
 
 
-def _along(values: Array, ndim: int, axis: int) -> Array:
-    return values.reshape([-1 if k == axis else 1 for k in range(ndim)])
-
-
 def _copies(component: Array, outer: Label, axis: int) -> Array:
     """Which copy of its block each position of an outer axis is, where copies of one block hold different units."""
     size = component.shape[axis]
@@ -150,7 +146,7 @@ def _copies(component: Array, outer: Label, axis: int) -> Array:
             order = np.argsort(inverse, kind="stable")
             starts = np.searchsorted(inverse[order], np.arange(len(first)))
             rank[order] = np.arange(size) - starts[inverse[order]]
-    return _along(rank, component.ndim, axis)
+    return along(rank, axis, component.ndim)
 
 
 def _refined(total: Hash, edges: Edges) -> Array:

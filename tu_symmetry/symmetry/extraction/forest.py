@@ -23,17 +23,11 @@ Pairs = dict[int, dict[int, Array]]
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A color: units that look alike, with the block structure that they stand in.
-
-    Attributes:
-        color: the color of its units.
-        units: classes ``[*blocks, size]``, ascending in each block, so that slots correspond between blocks.
-        parent: color of the blocks, or None.
-    """
+    """Units of one color, which look alike, with the block structure that they stand in."""
 
     color: int
-    units: Array
-    parent: int | None = None
+    units: Array  # classes ``[*blocks, size]``, ascending in each block, so that slots correspond between blocks
+    parent: int | None = None  # color of the blocks
 
     @property
     def size(self) -> int:
@@ -43,21 +37,13 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """The nodes, by color, parents first.
+    """The nodes, parents first, and what came up while they were placed."""
 
-    Attributes:
-        nodes: color to node.
-        still: colors whose units hold something that is pinned, and stay where they are; what they hold may move.
-        reasons: class to why it is pinned.
-        same: blocks of different colors that hold the same units, and so are one block: to be tied.
-        tags: blocks of one color that hold the same units, and are told apart by their order: to be tagged.
-    """
-
-    nodes: Mapping[int, Node]
-    still: frozenset[int]
-    reasons: Mapping[int, str]
-    same: tuple[tuple[Array, Array], ...] = ()
-    tags: tuple[Tag, ...] = ()
+    nodes: Mapping[int, Node]  # by color
+    still: frozenset[int]  # colors whose units hold something pinned, and stay; what they hold may move
+    reasons: Mapping[int, str]  # class to why it is pinned
+    same: tuple[tuple[Array, Array], ...] = ()  # blocks of different colors that hold the same units: to be tied
+    tags: tuple[Tag, ...] = ()  # blocks of one color that hold the same units, told apart by their order: to be tagged
 
     def proper(self, node: Node) -> bool:
         """Whether the units of a node may change places."""

@@ -1,4 +1,4 @@
-"""Rules for sums of products: linear maps, matrix products, einsum, attention."""
+"""Rules for sums of products (linear maps, matrix products, einsum, attention), and for functions of matrices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, nested_in, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.operators.pointwise import elementwise
+from tu_symmetry.symmetry.operators.pointwise import elementwise, times
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -32,7 +32,7 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
     inside = tuple(t for t in scale if any(t[1].shape[k] > 1 for k in summed))
     rest = tuple(t for t in scale if all(t[1].shape[k] == 1 for k in summed))
     absorbs = any(
-        (ledger.fresh(value) or id(given) in call.sole)
+        (ledger.fresh(value) or given.sole)
         and any(all(v.shape[k] == 1 for k, x in enumerate(own) if x not in output) for _, v in value.scale)
         for given, value, own in zip(operands, fresh, letters, strict=True)
     )
@@ -78,9 +78,7 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     """Add a one-dimensional bias along an axis."""
     if bias is None:
         return result
-    frame = [1] * result.ndim
-    frame[axis] = bias.shape[-1]
-    laid = views.reshape(call.ledger, bias, frame)
+    laid = views.reshape(call.ledger, bias, [bias.shape[0] if k == axis else 1 for k in range(result.ndim)])
     label = call.ledger.unify(result.labels[axis], laid.labels[axis], result.reasons[axis], laid.reasons[axis])
     call.ledger.equate(laid.scale, result.scale)
     return result.with_axis(axis, label=label)
@@ -90,8 +88,6 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
 def _linear(call: Call) -> Value:
     value, weight = call.get("input", call.get("self")), call["weight"]
     lead = "abcdefgh"[: value.ndim - 1]
-    if weight.ndim == 1:
-        return contract(call, [value, weight], [lead + "y", "y"], lead)
     result = contract(call, [value, weight], [lead + "y", "zy"], lead + "z")
     return add_bias(call, result, call.get("bias"), result.ndim - 1)
 
@@ -121,14 +117,9 @@ def _einsum(call: Call) -> Value:
     spare = "".join(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in inputs + output)
     dots = spare[: max((w for w, s in zip(widths, letters, strict=True) if "..." in s), default=0)]
     for k, width in enumerate(widths):
-        own = letters[k].replace("...", dots[len(dots) - width :])
-        for letter in dict.fromkeys(own):
-            while own.count(letter) > 1:  # stands for the diagonal of its axes
-                first = own.index(letter)
-                second = own.index(letter, first + 1)
-                operands[k] = views.diagonal(call.ledger, operands[k], first, second)
-                own = own[:first] + own[first + 1 : second] + own[second + 1 :] + letter
-        letters[k] = own
+        letters[k] = letters[k].replace("...", dots[len(dots) - width :])
+        if len(set(letters[k])) < len(letters[k]):  # a diagonal
+            return unknown(call)
     if arrow:
         return contract(call, operands, letters, output.replace("...", dots))
     joined = inputs.replace(",", "").replace("...", "")
@@ -186,23 +177,13 @@ def _distances(call: Call) -> Value:
     found = contract(call, plain, [letters[0] + "xm", letters[1] + "zm"], lead + "xz")
     # every row meets every row
     scales = [call.ledger.alike_along(views.pad_left(v, ndim), ndim - 1, ndim - 2).scale for v in sides]
-    kept = [scale for v, scale in zip(sides, scales, strict=True) if id(v) not in call.zeros]
+    kept = [scale for v, scale in zip(sides, scales, strict=True) if not v.zero]
     if len(kept) == 2:
         call.ledger.equate(*kept)
     return replace(found, scale=kept[0] if kept else scales[0])
 
 
 register_rule("outer", "ger")(lambda call: contract(call, call.tensors, ["x", "y"], "xy"))
-
-
-@register_rule("tensordot")
-def _tensordot(call: Call) -> Value:
-    a, b = call["self"], call["other"]
-    left, right = list("abcdefgh"[: a.ndim]), list("ijklmnop"[: b.ndim])
-    for i, j in zip(call["dims_self"], call["dims_other"], strict=True):
-        right[j % b.ndim] = left[i % a.ndim]
-    output = [x for x in left if x not in right] + [x for x in right if x not in left]
-    return contract(call, [a, b], ["".join(left), "".join(right)], "".join(output))
 
 
 @register_rule("kron")
@@ -221,17 +202,49 @@ def _grouped(call: Call) -> Value:
     call.pin("offs", "offsets of experts")
     call.pin("bias", "bias of experts")
     if a.ndim == 2 and b.ndim == 3:
-        fresh = ledger.fresh(b) or id(b) in call.sole
+        fresh = ledger.fresh(b) or b.sole
         a = views.mix(ledger, a, 0, "rows are dealt out to experts")
         b = views.mix(ledger, b, 0, "experts are told apart by offsets")
         one = views.at_first(ledger, b, 0)
         if fresh:  # a factor on all experts is what their outputs offer already
             ledger.pin_scale(tuple(t for t in one.scale if t[1].size == 1))
-            one = replace(one, scale=tuple(t for t in one.scale if t[1].size > 1))
-            call = replace(call, sole=call.sole | {id(one)})
+            one = replace(one, scale=tuple(t for t in one.scale if t[1].size > 1), sole=True)
         result = contract(call, [a, one], ["xy", "yz"], "xz")
     elif a.ndim == 3 and b.ndim == 3:
         result = contract(call, [a, b], ["exy", "eyz"], "exz")
     else:
         return unknown(call)
     return replace(result, scale=()) if call.get("bias") is not None else result
+
+
+def _matrix(call: Call) -> Value:
+    """A matrix, or several, with rows that are the same for all columns, and columns that are for all rows."""
+    value = call.tensors[0]
+    return views.unnest(call.ledger, views.unnest(call.ledger, value, value.ndim - 1), value.ndim - 2)
+
+
+@register_rule("linalg_inv", "inverse")
+def _inverse(call: Call) -> Value:
+    """The inverse of ``P A Q`` is ``Q^-1 A^-1 P^-1``: factors of rows divide columns, and those of columns rows."""
+    value = _matrix(call)
+    rows = value.ndim - 2
+    terms = tuple((c, call.ledger.constant_along(v, rows) if v.shape[-1] > 1 else v) for c, v in value.scale)
+    return views.swap(replace(value, scale=times(terms, -1.0)), rows, rows + 1)
+
+
+@register_rule("linalg_slogdet", "slogdet")
+def _determinant(call: Call) -> list[Value]:
+    """The logarithm of the modulus; an odd permutation of the rows alone turns the sign."""
+    if 0 in call.used:
+        return unknown(call)  # type: ignore[no-any-return]
+    value = call.ledger.unscaled(_matrix(call))
+    return [views.drop(call.ledger, value, (value.ndim - 1, value.ndim - 2))] * 2
+
+
+@register_rule("tril", "triu")
+def _triangle(call: Call) -> Value:
+    """Zeros at positions that rows and columns tell."""
+    value: Value = call["self"]
+    for axis in (value.ndim - 1, value.ndim - 2):
+        value = views.unnest(call.ledger, views.pin_axis(call.ledger, value, axis, "half of a matrix"), axis)
+    return value

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value, moving
+from tu_symmetry.symmetry.algebra import Value
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
-@register_rule("torchvision.deform_conv2d")
 @register_rule(
     "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d", traits=("spreads",)
 )
 def _conv(call: Call) -> Value:
     value, weight = call["input"], call["weight"]
     ledger = call.ledger
-    for name in ("offset", "mask"):
-        call.pin(name, "places of a deformable convolution")
-    deformed = "offset" in call.arguments
     transposed = "transpose" in call.name or bool(call.get("transposed", False))
     groups = int(call.get("groups", 1))
     space = weight.ndim - 2
     axis = 1 if value.ndim == space + 2 else 0
-    if groups == 1 and not transposed and not deformed:
-        for j in range(space):
-            if _reads_whole(call, value, weight, axis, j):
-                return _folded(call, value, weight, axis, j)
-    if groups == 1 and not deformed and _reads_single_positions(call, value, weight, axis):
+    if groups == 1 and _reads_single_positions(call, value, weight, axis):
         return _pointwise(call, value, weight, axis, transposed=transposed)
     value = views.mix(ledger, value, range(axis + 1, value.ndim), "spatial position")
     batched = axis == 1 and value.shape[0] > 1
@@ -59,8 +50,8 @@ def _conv(call: Call) -> Value:
         shape, letters, output = kernel.shape[1:], ["gy", "gyz" if transposed else "gzy"], "gz"
     width = shape[-1] if transposed else shape[0]
     shape = (width,) if groups == 1 else (groups, width)
-    free = _as_free(call, weight, kernel)
-    out = contract(replace(free, outputs=[shape]), [inputs, kernel], letters, output)
+    kernel = _as_free(call, weight, kernel)
+    out = contract(replace(call, outputs=[shape]), [inputs, kernel], letters, output)
     out = add_bias(call, views.reshape(ledger, out, (math.prod(shape),)), call.get("bias"), 0)
     ndim = len(call.shape)
     laid = views.reshape(ledger, out, [out.shape[0] if k == axis else 1 for k in range(ndim)])
@@ -91,57 +82,18 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
     return plain and all_are("output_padding", 0) and any(told[1:]) and apart
 
 
-def _reads_whole(call: Call, value: Value, weight: Value, axis: int, j: int) -> bool:
-    """Whether the kernel is as long as the input along its j-th axis, which holds units: these are summed over."""
-
-    def at(name: str, default: int) -> int:
-        given = call.get(name, default)
-        if isinstance(given, str):
-            return 0 if given == "valid" else -1
-        return int(given) if isinstance(given, int) else int(given[j if len(given) > 1 else 0])
-
-    k = axis + 1 + j
-    same = weight.shape[2 + j] == value.shape[k] > 1 and at("padding", 0) == 0 and at("dilation", 1) == 1
-    return same and moving(value.labels[k])
-
-
-def _folded(call: Call, value: Value, weight: Value, axis: int, j: int) -> Value:
-    """The convolution with an axis that is read whole among the channels (in TextCNN, the units of an embedding)."""
-
-    def fold(tensor: Value, channels: int) -> Value:
-        at = channels + 1 + j
-        moved = views.permute(
-            tensor, [*range(channels + 1), at, *(k for k in range(channels + 1, tensor.ndim) if k != at)]
-        )
-        joined = moved.shape[channels] * moved.shape[channels + 1]
-        return views.reshape(call.ledger, moved, (*moved.shape[:channels], joined, *moved.shape[channels + 2 :]))
-
-    def rest(given: Any) -> Any:
-        listed = isinstance(given, (list, tuple)) and len(given) > 1
-        return [n for k, n in enumerate(given) if k != j] if listed else given
-
-    kernel = fold(weight, 1)
-    call = _as_free(call, weight, kernel)
-    lists = {n: rest(call.arguments[n]) for n in ("stride", "padding", "dilation") if n in call.arguments}
-    shape = tuple(n for k, n in enumerate(call.shape) if k != axis + 1 + j)
-    arguments = call.arguments | lists | {"input": fold(value, axis), "weight": kernel}
-    found = _conv(replace(call, arguments=arguments, outputs=[shape]))
-    return views.reshape(call.ledger, found, call.shape)
-
-
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
     """A convolution with a kernel of one: a linear map of the channels at each position, which may move."""
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
-    kernel = views.reshape(call.ledger, weight, weight.shape[:2])
+    kernel = _as_free(call, weight, views.reshape(call.ledger, weight, weight.shape[:2]))
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
-    product = contract(_as_free(call, weight, kernel), [value, kernel], spec, f"{lead}z{space}")
+    product = contract(call, [value, kernel], spec, f"{lead}z{space}")
     return add_bias(call, product, call.get("bias"), axis)
 
 
-def _as_free(call: Call, weight: Value, kernel: Value) -> Call:
-    """The call with a kernel that nothing else reads, if it is made of a weight that nothing else reads."""
-    free = call.ledger.fresh(weight) or id(weight) in call.sole
-    return replace(call, sole=call.sole | {id(kernel)}) if free else call
+def _as_free(call: Call, weight: Value, kernel: Value) -> Value:
+    """A kernel that nothing else reads, if it is made of a weight that nothing else reads."""
+    return replace(kernel, sole=call.ledger.fresh(weight) or weight.sole)
 
 
 def _grouped(call: Call, kernel: Value, groups: int) -> Value:

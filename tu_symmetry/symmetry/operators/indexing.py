@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Label, Term, Value, along, pinned_value
+from tu_symmetry.symmetry.algebra import Label, Value, along
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -76,26 +76,20 @@ def _index(call: Call) -> Value:
         constant = call.constants["indices"][axis]
         if not masks[axis] or picked(constant, value.shape[axis]) is not None:
             return _look_up(call, value, axis, indices[axis], constant, "indexed")
-    if any(masks[k] for k in used):
-        return _masked(call, value, indices[axis], axis) if len(used) == 1 else unknown(call)
+    if any(masks[k] for k in used) and len(used) > 1:
+        return unknown(call)
+    width = max(1 if masks[k] else indices[k].ndim for k in used)
+    contiguous = used == list(range(axis, used[-1] + 1))
     for k in used:
         call.ledger.pin(indices[k], "an index")
-        value = views.mix(call.ledger, value, k, "indexed")
-    # bring the kept axes into a frame without the indexed ones, then insert the index's own (pinned) axes
+    if masks[axis]:  # it covers as many axes as it has
+        used = list(range(axis, axis + indices[axis].ndim))
+    value = views.mix(call.ledger, value, used, "indexed")
     kept = [k for k in range(value.ndim) if k not in used]
     source = views.permute(value, [*kept, *used])
     for _ in used:
         source = views.drop(call.ledger, source, source.ndim - 1)
-    contiguous = used == list(range(axis, used[-1] + 1))
-    return _inserted(call, source, axis if contiguous else 0, max(indices[k].ndim for k in used))
-
-
-def _masked(call: Call, value: Value, mask: Value, axis: int) -> Value:
-    """Where a mask is true: its axes become one, of a length that only values tell."""
-    call.ledger.pin(mask, "a mask")
-    for _ in range(mask.ndim):
-        value = views.drop(call.ledger, views.mix(call.ledger, value, axis, "chosen by a mask"), axis)
-    return _inserted(call, value, axis, 1)
+    return _inserted(call, source, axis if contiguous else 0, width)
 
 
 def _inserted(call: Call, source: Value, at: int, width: int) -> Value:
@@ -107,18 +101,8 @@ def _inserted(call: Call, source: Value, at: int, width: int) -> Value:
 
 def joined(call: Call, values: list[Value], axis: int, label: Label, reason: str) -> Value:
     """Labels of tensors that agree on all axes but one, which is given."""
-    first, *rest = values
-    labels, reasons = list(first.labels), list(first.reasons)
-    for k in range(first.ndim):
-        for value in rest:
-            if k != axis and value.shape[k] > 1:
-                if first.shape[k] == 1:
-                    labels[k], reasons[k] = value.labels[k], value.reasons[k]
-                else:
-                    labels[k] = call.ledger.unify(labels[k], value.labels[k], reasons[k], value.reasons[k])
-                    reasons[k] = reasons[k] or value.reasons[k]
-    labels[axis], reasons[axis] = label, reason
-    return Value(call.shape, tuple(labels), tuple(reasons))
+    found = views.together(call.ledger, values, [k for k in range(values[0].ndim) if k != axis])
+    return replace(found, shape=call.shape).with_axis(axis, label=label, reason=reason)
 
 
 @register_rule("gather", "take_along_dim", positions="read", traits=("picks",))
@@ -137,30 +121,14 @@ def _gather(call: Call) -> Value:
     return replace(joined(call, [row, index], axis, index.labels[axis], index.reasons[axis]), scale=value.scale)
 
 
-def _named(call: Call, index: Value, size: int, reason: str) -> Label:
-    """The label of an axis that the entries of an index name; units of another axis are pinned."""
-    if index.points and index.points[0].size == size:
-        return index.points
-    call.ledger.pin_label(index.points, reason)
-    return ()
-
-
 @register_rule("one_hot", positions="read")
 def _one_hot(call: Call) -> Value:
     """A last axis that the entries name."""
     index: Value = call["self"]
     laid = views.reshape(call.ledger, replace(index, points=()), (*index.shape, 1))
-    label = _named(call, index, call.shape[-1], "one-hot vectors of another length")
-    label = tuple(along(c, laid.ndim - 1, laid.ndim) for c in label)
+    points = index.points
+    if points and points[0].size != call.shape[-1]:
+        call.ledger.pin_label(points, "one-hot vectors of another length")
+        points = ()
+    label = tuple(along(c, laid.ndim - 1, laid.ndim) for c in points)
     return replace(laid, shape=call.shape, labels=(*laid.labels[:-1], label), reasons=(*laid.reasons[:-1], "one-hot"))
-
-
-@register_rule("bincount", positions="read")
-def _bincount(call: Call) -> Value:
-    index, weights, reason = call["self"], call.get("weights"), "counted by position"
-    label = _named(call, index, call.shape[0], reason)
-    scale: tuple[Term, ...] = ()
-    if weights is not None:
-        call.ledger.unify(index.labels[0], weights.labels[0], index.reasons[0], weights.reasons[0])
-        scale = call.ledger.alike_along(weights, 0).scale
-    return replace(pinned_value(call.shape, reason), labels=(label,), scale=scale)

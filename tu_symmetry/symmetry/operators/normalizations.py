@@ -10,7 +10,7 @@ import numpy as np
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, along, pinned_value
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
-from tu_symmetry.symmetry.rules import Call, register_rule
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 def _absorb(call: Call, value: Value, eps: float | None) -> Value:
@@ -27,10 +27,8 @@ def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
         operand: Value | None = call.get(name)
         if operand is None:
             continue
-        frame = [1] * value.ndim
-        for axis, n in zip(axes, operand.shape, strict=True):
-            frame[axis] = n
-        laid = views.reshape(ledger, operand, frame)
+        sizes = dict(zip(axes, operand.shape, strict=True))
+        laid = views.reshape(ledger, operand, [sizes.get(k, 1) for k in range(value.ndim)])
         labels = list(value.labels)
         for axis in axes:
             reasons = value.reasons[axis], laid.reasons[axis]
@@ -86,8 +84,8 @@ def _group_norm(call: Call) -> list[Value]:
     blocks = views.reshape(ledger, value, (n, groups, channels // groups, *space))
     ledger.observe(blocks)
     ledger.alike_along(blocks, 2)
-    if call.used - {0}:
-        ledger.pin(value, "statistics of groups are read")
+    if call.used - {0}:  # statistics of groups are read
+        return unknown(call)
     result = _affine(call, _absorb(call, value, call.get("eps")), [1])
     return [result, *(pinned_value(shape, "statistics of groups") for shape in call.outputs[1:])]
 
@@ -97,26 +95,20 @@ def _weight_norm(call: Call) -> list[Value]:
     value, gain = call["v"], call["g"]
     axis = int(call.get("dim", 0))
     if axis == -1:  # one norm for all entries
-        value = call.ledger.alike_along(value, *range(value.ndim))
-    for term in value.scale[axis == -1 :]:
-        if axis == -1 or term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
+        return unknown(call)
+    for term in value.scale:
+        if term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
             call.ledger.pin_scale((term,))
     (_, gain), joined = join_labels(call.ledger, [value, gain], value.shape)
     return [replace(joined, scale=gain.scale)] * len(call.outputs)
 
 
-@register_rule("cosine_similarity", "pairwise_distance")
-def _compared(call: Call) -> Value:
-    """Symmetric in the axis that is summed over; cosines do not see the scales of both sides."""
+@register_rule("cosine_similarity")
+def _cosine(call: Call) -> Value:
+    """Symmetric in the axis that is summed over; the scales of both sides are not seen."""
     ledger, sides = call.ledger, [call["x1"], call["x2"]]
     aligned, result = join_labels(ledger, sides, np.broadcast_shapes(*(v.shape for v in sides)))
-    if call.name == "cosine_similarity":
-        axis = call.axis(of=result, default=1)
-        for value in aligned:
-            _absorb(call, ledger.alike_along(value, axis), call.get("eps", 1e-8))
-        return views.drop(ledger, result, axis)
-    ledger.equate(aligned[0].scale, aligned[1].scale)
-    if call.get("eps", 1e-6) > 0:
-        ledger.approximate(aligned[0])
-    result = replace(result, scale=aligned[0].scale)
-    return views.drop(ledger, result, result.ndim - 1, keep=bool(call.get("keepdim", False)))
+    axis = call.axis(of=result, default=1)
+    for value in aligned:
+        _absorb(call, ledger.alike_along(value, axis), call.get("eps", 1e-8))
+    return views.drop(ledger, result, axis)

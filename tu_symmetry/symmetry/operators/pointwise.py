@@ -50,7 +50,7 @@ def elementwise(call: Call, *, homogeneous: bool = False) -> Value:
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
-    aligned = [v for v, given in zip(aligned, call.tensors, strict=True) if id(given) not in call.zeros] or aligned
+    aligned = [v for v, given in zip(aligned, call.tensors, strict=True) if not given.zero] or aligned
     first, *rest = aligned
     for value in rest:
         call.ledger.equate(first.scale, value.scale)
@@ -82,8 +82,7 @@ def _homogeneous(call: Call) -> list[Value]:
     "sin cos tan atan erf softsign log_sigmoid hardshrink softshrink tanhshrink threshold ceil floor round frac "
     "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
     "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
-    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
-    "fake_quantize_per_tensor_affine"
+    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power"
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
@@ -100,13 +99,6 @@ register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))(
 register_rule("copy")(lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape))
 register_rule("polar")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
 register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1))))
-
-
-@register_rule("fake_quantize_per_channel_affine", traits=("combines",))
-def _quantize(call: Call) -> Value:
-    value, axis = call["self"], call.axis("axis")
-    frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
-    return elementwise(call.on(value, *(views.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point"))))
 
 
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))
@@ -153,22 +145,14 @@ def _alike(call: Call) -> Value:
     return views.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
-@register_rule("rand randn rand_like randn_like normal_functional uniform exponential log_normal", traits=("random",))
+@register_rule("rand randn rand_like randn_like normal_functional uniform exponential log_normal")
 @register_rule("normal", "bernoulli")
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own; means and deviations that it is given move along with it."""
     noise = views.noise(call.ledger, call.shape)
-    normal = call.name == "normal"
     names = {"normal": ("mean", "std", "p"), "bernoulli": ("p",) if "p" in call.arguments else ("self",)}
     given = [call[n] for n in names.get(call.name, ()) if isinstance(call.get(n), Value)]
-    if not given:
-        return noise
-    numbers = [call.get(n) for n in ("mean", "std") if isinstance(call.get(n), (int, float))]
-    (*aligned, _), result = join_labels(call.ledger, [*given, noise], call.shape)
-    scaled = elementwise(
-        call.on(*(replace(v, parameter=None) for v in aligned)), homogeneous=normal and not any(numbers)
-    )
-    return replace(result, scale=scaled.scale)
+    return elementwise(call.on(*given, noise)) if given else noise
 
 
 @register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"))
@@ -180,7 +164,7 @@ def _add(call: Call) -> Value:
     scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     if scalar == 0:
         return value
-    if 0 < scalar <= SMALL and call.name == "add" and id(value) in call.statistics:  # a normalization by hand
+    if 0 < scalar <= SMALL and call.name == "add" and value.statistic:  # a normalization by hand
         call.ledger.approximate(value)
         return value
     return call.ledger.unscaled(value)
@@ -223,7 +207,7 @@ def _clamp(call: Call) -> Value:
     if isinstance(low, Value) or high is not None or low is None or not 0 <= low <= GUARD:
         return elementwise(call)
     if low > INACTIVE:
-        if id(call["self"]) not in call.statistics:
+        if not call["self"].statistic:
             return elementwise(call)
         call.ledger.approximate(call["self"])  # the guard of a norm
     return elementwise(call, homogeneous=True)
@@ -242,22 +226,10 @@ def _where(call: Call) -> Value | list[Value]:
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
-    aligned = [v for v, whole in zip(aligned, kept, strict=True) if id(whole) not in call.zeros] or aligned
+    aligned = [v for v, whole in zip(aligned, kept, strict=True) if not whole.zero] or aligned
     for value in aligned[1:]:
         call.ledger.equate(aligned[0].scale, value.scale)
     return replace(result, scale=aligned[0].scale if aligned else ())
-
-
-@register_rule(
-    "tanh_backward sigmoid_backward silu_backward gelu_backward softplus_backward elu_backward hardtanh_backward "
-    "hardswish_backward mish_backward threshold_backward leaky_relu_backward"
-)
-def _derivative(call: Call) -> Value:
-    """What arrives from behind, times the slope at what went in (or came out), of which a ReLU's asks the sign only."""
-    (arriving, held), result = join_labels(call.ledger, call.tensors[:2], call.shape)
-    if call.name not in ("threshold_backward", "leaky_relu_backward") or call.get("threshold", 0) != 0:
-        call.ledger.pin_scale(held.scale)
-    return replace(result, scale=arriving.scale)
 
 
 @register_rule("fill")
@@ -265,6 +237,7 @@ def _derivative(call: Call) -> Value:
 def _fill(call: Call) -> Value:
     call.pin("value", "fills a tensor")
     filler, written = call.get("value"), call.get("self")
-    zero = call.name == "zero" or filler == 0 or id(filler) in call.zeros  # torch 2.11 lifts `h[0] = 0.0` to a tensor
+    # torch 2.11 fills by tensors
+    zero = filler.zero if isinstance(filler, Value) else call.name == "zero" or filler == 0
     scale = written.scale if zero and isinstance(written, Value) else ()  # zeros have any scale
     return replace(views.uniform(call.shape), scale=scale)

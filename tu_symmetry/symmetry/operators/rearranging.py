@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Value, pinned_value
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
@@ -31,25 +31,17 @@ def _reshape(call: Call) -> Value:
     traits=("moves",),
 )
 def permute(call: Call) -> Value:
-    """Axes in another order."""
-    value: Value = call["self"]
-    n = value.ndim
-    name = call.name.removesuffix("_copy")
-    if name == "permute":
-        return views.permute(value, [d % n for d in call["dims"]])
-    if name in ("movedim", "moveaxis"):
-        source, target = (_listed(call[key]) for key in ("source", "destination"))
-        placed = {t % n: s % n for s, t in zip(source, target, strict=True)}
-        rest = iter(d for d in range(n) if d not in placed.values())
-        return views.permute(value, [placed[d] if d in placed else next(rest) for d in range(n)])
-    if name in ("numpy_T", "t"):
-        return views.permute(value, range(n)[::-1])
-    a, b = (-1, -2) if name in ("adjoint", "mT") else (call.get(f"dim{k}", call.get(f"axis{k}", 0)) for k in (0, 1))
-    return views.swap(value, a % n, b % n)
+    """Axes in another order, which the operator shows on a tensor of which the length of each axis is its number."""
+    value, *given = call.arguments.values()
+    numbered = torch.empty(tuple(range(value.ndim)), device="meta")
+    return views.permute(value, getattr(torch.ops.aten, call.name)(numbered, *given).shape)
 
 
-def _listed(given: int | Sequence[int]) -> list[int]:
-    return [given] if isinstance(given, int) else list(given)
+def _positions(call: Call, axis: int) -> Array:
+    """The positions along an axis that the operator takes, which it shows on their numbers."""
+    value, *given = call.arguments.values()
+    numbers = torch.arange(value.shape[axis], device="cpu").reshape([-1 if k == axis else 1 for k in range(value.ndim)])
+    return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()  # type: ignore[no-any-return]
 
 
 @register_rule("broadcast_tensors")
@@ -86,8 +78,10 @@ def _diagonal(call: Call) -> Value:
     """Entries whose positions along two axes go together; ``trace`` sums them up."""
     value: Value = call.get("self", call.get("A"))
     first, second = (-2, -1) if call.name == "linalg_diagonal" else (0, 1)
-    axes = (call.get("dim1", first) % value.ndim, call.get("dim2", second) % value.ndim)
-    found = views.diagonal(call.ledger, value, *axes, int(call.get("offset", 0)))
+    first, second = call.get("dim1", first) % value.ndim, call.get("dim2", second) % value.ndim
+    if call.get("offset", 0) != 0 or value.shape[first] != value.shape[second]:
+        return unknown(call)
+    found = views.diagonal(call.ledger, value, first, second)
     return views.drop(call.ledger, found, found.ndim - 1) if call.name == "trace" else found
 
 
@@ -99,28 +93,16 @@ def _stack(call: Call) -> Value:
     return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
 
 
-@register_rule("cat concat concatenate hstack vstack dstack column_stack row_stack")
+@register_rule("cat concat concatenate hstack vstack")
 def _cat(call: Call) -> Value:
-    name = call.name
-    values = [v for v in call["tensors"] if v.shape != (0,) or "stack" in name]
+    values = [v for v in call["tensors"] if v.shape != (0,)]
     if not values:
         return pinned_value(call.shape, "empty tensor")
-    if "stack" in name:
-        axis = {"hstack": min(values[0].ndim, 2) // 2, "column_stack": 1, "dstack": 2}.get(name, 0)
-        values = [views.reshape(call.ledger, v, _stacked(name, v.shape)) for v in values]
-    else:
-        axis = call.axis(of=values[0], default=0)
-    return views.concatenate(call.ledger, values, axis)
-
-
-def _stacked(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a tensor of few axes is given before it is stacked."""
-    if name == "column_stack" and len(shape) < 2:
-        return (math.prod(shape), 1)
-    if name == "dstack":
-        return (1, *shape, 1) if len(shape) == 1 else (*shape, *(1,) * (3 - len(shape)))
-    least = {"hstack": 1, "vstack": 2, "row_stack": 2}.get(name, 0)
-    return (1,) * (least - len(shape)) + shape
+    if "stack" not in call.name:
+        return views.concatenate(call.ledger, values, call.axis(of=values[0], default=0))
+    least = 1 if call.name == "hstack" else 2
+    values = [views.pad_left(v, max(v.ndim, least)) for v in values]
+    return views.concatenate(call.ledger, values, int(call.name == "hstack" and values[0].ndim > 1))
 
 
 @register_rule(
@@ -176,58 +158,34 @@ def _select(call: Call) -> Value:
 @register_rule("slice", "narrow", "slice_copy", positions="keep", traits=("moves",))
 def _slice(call: Call) -> Value:
     value, axis = call["self"], call.axis(default=0)
-    size, count = value.shape[axis], call.shape[axis]
-    start, step = call.get("start", 0), call.get("step", 1)
-    if not isinstance(start, int) or not isinstance(step, int):
-        return unknown(call)
-    if count == size:
-        return value
-    start = slice(start, None, step).indices(size)[0]
-    return views.take(call.ledger, value, axis, start + step * np.arange(count))
+    whole = call.shape[axis] == value.shape[axis]
+    return value if whole else views.take(call.ledger, value, axis, _positions(call, axis))
 
 
-@register_rule("flip", "fliplr", "flipud", "roll", "fft_fftshift", "fft_ifftshift", "rot90", traits=("moves",))
+@register_rule("flip", "fliplr", "flipud", "roll", "rot90", traits=("moves",))
 def _turn(call: Call) -> Value:
-    """Positions in another order: backwards, or rolled (a shift rolls by half, the smaller half on the way there)."""
-    value: Value = call["self"]
-    ledger, name = call.ledger, call.name
-    if name == "roll" and not call.get("dims", []):  # as if it had one axis
-        flat = views.reshape(ledger, value, (math.prod(value.shape),))
-        flat = views.reorder(ledger, flat, 0, np.roll(np.arange(flat.shape[0]), _listed(call["shifts"])[0]))
-        return views.reshape(ledger, flat, value.shape)
-    if name == "rot90":
-        first, second = (d % value.ndim for d in call.get("dims", [0, 1]))
-        for _ in range(int(call.get("k", 1)) % 4):
-            turned = views.reorder(ledger, value, second, np.arange(value.shape[second])[::-1].copy())
-            value = views.swap(turned, first, second)
-        return value
-    default = {"fliplr": [1], "flipud": [0]}.get(name, range(value.ndim))
-    axes = [d % value.ndim for d in _listed(call.get("dims", call.get("dim", default)))]
-    halves = [value.shape[axis] // 2 * (1 if name == "fft_fftshift" else -1) for axis in axes]
-    shifts = _listed(call["shifts"]) if name == "roll" else halves
-    for axis, shift in zip(axes, shifts, strict=True):
-        positions = np.arange(value.shape[axis])
-        order = positions[::-1].copy() if "flip" in name else np.roll(positions, shift)
-        value = views.reorder(ledger, value, axis, order)
-    return value
+    """Positions in another order: backwards, or rolled."""
+    if call.name == "roll" and not call.get("dims"):  # as if there were one axis
+        return unknown(call)
+    value = call["self"]
+    for axis, size in enumerate(value.shape):
+        positions = _positions(call, axis)
+        if (positions != np.arange(size)).any():
+            value = views.reorder(call.ledger, value, axis, positions)
+    return permute(replace(call, arguments=call.arguments | {"self": value})) if call.name == "rot90" else value
 
 
-@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", traits=("moves",))
+@register_rule("pixel_shuffle", "pixel_unshuffle", traits=("moves",))
 def _shuffle(call: Call) -> Value:
     value, ledger = call["self"], call.ledger
-    if call.name == "channel_shuffle":
-        n, c, *space = value.shape
-        parts: Sequence[int] = (n, call["groups"], c // call["groups"], *space)
-        order: Sequence[int] = (0, 2, 1, *range(3, value.ndim + 1))
+    *lead, c, h, w = value.shape
+    k = len(lead)
+    if call.name == "pixel_shuffle":
+        r = call["upscale_factor"]
+        parts, order = (*lead, c // r**2, r, r, h, w), (*range(k), k, k + 3, k + 1, k + 4, k + 2)
     else:
-        *lead, c, h, w = value.shape
-        k = len(lead)
-        if call.name == "pixel_shuffle":
-            r = call["upscale_factor"]
-            parts, order = (*lead, c // r**2, r, r, h, w), (*range(k), k, k + 3, k + 1, k + 4, k + 2)
-        else:
-            r = call["downscale_factor"]
-            parts, order = (*lead, c, h // r, r, w // r, r), (*range(k), k, k + 2, k + 4, k + 1, k + 3)
+        r = call["downscale_factor"]
+        parts, order = (*lead, c, h // r, r, w // r, r), (*range(k), k, k + 2, k + 4, k + 1, k + 3)
     return views.reshape(ledger, views.permute(views.reshape(ledger, value, parts), order), call.shape)
 
 

@@ -1,16 +1,37 @@
-"""Rules for reductions, and for what acts along an axis."""
+"""Rules for reductions, for what acts along an axis, and for what orders entries.
+
+Positions carry the axis's label (``Value.points``), since they are renamed when units move, until a look-up undoes the
+renaming, or any other operator pins.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value, pinned_value
-from tu_symmetry.symmetry.operators.ordering import where
+from tu_symmetry.symmetry.algebra import Label, Value, among, moving, nested_in, pinned_value, units_of
+from tu_symmetry.symmetry.distinct import different
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
+
+
+def _where(call: Call, value: Value, like: Value, axis: int, output: int = 1) -> Value:
+    """The output with positions along ``axis`` of ``value``; its own axes are those of ``like``.
+
+    Units are pinned where they differ from block to block (one list cannot name them) or where entries may be equal.
+    """
+    points: Label = ()
+    label = value.labels[axis]
+    if output in call.used and moving(label):
+        units = units_of([label])
+        if nested_in(label, axis) or not among(units, different(value)).all():
+            reason = "positions are returned, and which unit comes first depends on the order of units"
+            call.ledger.pin_label(label, reason)
+        else:
+            points = tuple(c.reshape(-1) for c in label)
+    return replace(like, scale=(), parameter=None, points=points)
 
 
 def _dims(call: Call, value: Value) -> list[int]:
@@ -48,30 +69,16 @@ def _reduce(call: Call) -> Value | list[Value]:
     if len(call.outputs) == 1:
         return found
     if name in ("max", "min", "median", "nanmedian"):  # the second output holds positions: they move with the units
-        return [found, where(call, call["self"], value, dims[0])]
+        return [found, _where(call, call["self"], value, dims[0])]
     return [found, value]
 
 
-@register_rule("renorm", "histc")
-def _of_all(call: Call) -> Value:
-    """Each slice divided by its norm, over all other axes, if that is large; how many entries lie in each interval."""
+@register_rule("histc")
+def _histogram(call: Call) -> Value:
+    """How many entries lie in each interval."""
     value = call.ledger.unscaled(call["self"])
-    if call.name == "renorm":
-        return views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != call.axis()))
     views.drop(call.ledger, value, range(value.ndim))
     return pinned_value(call.shape, "intervals")
-
-
-@register_rule("segment_reduce")
-def _segments(call: Call) -> Value:
-    """Sums, means, extrema of rows that follow one another."""
-    value: Value = call["data"]
-    for name in ("lengths", "indices", "offsets"):
-        call.pin(name, "lengths of segments")
-    if call.get("reduce") == "prod" or call.get("initial", 0.0) != 0.0:
-        value = call.ledger.unscaled(value)
-    value = views.mix(call.ledger, value, range(len(call.shape) - value.ndim + call.get("axis", 0) + 1), "segments")
-    return replace(value, shape=call.shape)
 
 
 @register_rule("softmax", "log_softmax", "_softmax", "_log_softmax", "softmin", traits=("distinct",))
@@ -101,3 +108,45 @@ def _fourier(call: Call) -> Value:
     )
     axes = [axis % value.ndim for axis in ([axes] if isinstance(axes, int) else axes)]
     return replace(views.mix(call.ledger, value, axes, "Fourier transform along the axis"), shape=call.shape)
+
+
+@register_rule("sort", "topk", "msort", "argsort")
+def _sort(call: Call) -> list[Value]:
+    """Positions along the axis are ranks now."""
+    value: Value = call["self"]
+    if not value.ndim:
+        return [value] * len(call.outputs)
+    axis = 0 if call.name == "msort" else call.axis(default=-1)
+    ranked = views.drop(call.ledger, value, axis, keep=True).with_axis(axis, reason="positions are ranks")
+    ranked = replace(ranked, shape=call.shape)
+    if call.name == "argsort":
+        return [_where(call, value, ranked, axis, output=0)]
+    return [ranked, _where(call, value, ranked, axis)][: len(call.outputs)]
+
+
+@register_rule("kthvalue", "mode")
+def _kth(call: Call) -> list[Value]:
+    value, axis = call["self"], call.axis(default=-1)
+    found = views.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False)))
+    return [found, _where(call, value, found, axis)]
+
+
+@register_rule("argmax", "argmin")
+def _argmax(call: Call) -> Value:
+    value: Value = call["self"]
+    dim = call.arguments.get("dim")
+    if dim is None:  # a position in the flattened tensor
+        call.ledger.pin(value, "a position is returned")
+        return pinned_value(call.shape, "a position is returned")
+    axis = dim % max(value.ndim, 1)
+    found = views.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False)))
+    return _where(call, value, found, axis, output=0)
+
+
+@register_rule("nonzero", "nonzero_numpy", "argwhere", "torchvision.nms")
+def _nonzero(call: Call) -> list[Value]:
+    """Positions along every axis (of boxes, whose sizes count), in order."""
+    reason = "positions are returned in order"
+    for value in call.tensors:
+        call.ledger.pin(value if call.name == "torchvision.nms" else replace(value, scale=()), reason)
+    return [pinned_value(shape, reason) for shape in call.outputs]

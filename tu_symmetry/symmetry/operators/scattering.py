@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, moving, pinned_value
+from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, moving
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
 from tu_symmetry.symmetry.operators.pointwise import join_labels
@@ -26,10 +26,10 @@ MASKS = (torch.bool, torch.uint8)
 def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Term, ...], *, linear: bool) -> tuple:
     """The log-scale of what was written to, ``terms`` being that of what arrives: alike, but for zeros."""
     ledger = call.ledger
-    if linear and (id(arriving) in call.zeros or (not isinstance(arriving, Value) and arriving == 0)):
+    if linear and (arriving.zero if isinstance(arriving, Value) else arriving == 0):
         return value.scale
     if linear and isinstance(arriving, Value):
-        if id(call["self"]) in call.zeros:
+        if call["self"].zero:
             return terms
         ledger.equate(value.scale, terms)
         return value.scale
@@ -42,64 +42,41 @@ def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Te
 def _scatter(call: Call) -> Value:
     value, index = call["self"], call["index"]
     given: Any = call.arguments.get("src", call.arguments.get("value"))
-    if not value.ndim:
-        return unknown(call)
     ledger, axis = call.ledger, call.axis()
+    whole = isinstance(given, Value) and given.shape != index.shape
+    if whole or any(index.shape[k] < n for k, n in enumerate(value.shape) if k != axis):  # a part is written
+        return unknown(call)
     reduce = "add" if call.name == "scatter_add" else call.get("reduce", "")
     target = meet(call, value, axis, index, "written to by position")
     label, reason = target.labels[axis], target.reasons[axis]
     arriving = [replace(part, points=()) for part in (index, given) if isinstance(part, Value)]
-    for k in (k for k in range(value.ndim) if arriving[-1].shape[k] > index.shape[k]):
-        arriving[-1] = views.take(ledger, arriving[-1], k, np.arange(index.shape[k]))
     if len(arriving) == 2 and reduce in SYMMETRIC:
         a, b = arriving
         ledger.unify(a.labels[axis], b.labels[axis], a.reasons[axis], b.reasons[axis])
     elif len(arriving) == 2 and not reduce and index.shape[axis] > 1:  # of two at one position, the last remains
         arriving = [views.mix(ledger, p, axis, "written in order") for p in arriving]
     parts = [views.drop(ledger, part, axis, keep=True) for part in (target, *arriving)]
-    for k in range(value.ndim):
-        if k != axis and index.shape[k] < value.shape[k]:  # the rest stays as it was
-            parts = [views.mix(ledger, p, k, "written to in part") if p.shape[k] > 1 else p for p in parts]
-            shorter = (views.pin_axis(ledger, p, k, "written to in part") for p in parts)
-            parts = [p.with_axis(k, size=value.shape[k]) for p in shorter]
     written = given if isinstance(given, Value) else float(given)
     terms = parts[2].scale if len(parts) > 2 else ()
     scale = _combined(call, parts[0], written, terms, linear=not reduce or reduce in SYMMETRIC)
     return replace(joined(call, parts, axis, label, reason), scale=scale)
 
 
-@register_rule("index_add", "index_reduce", "index_copy", "index_fill", positions="read")
-def _index_write(call: Call) -> Value:
-    value, index = call["self"], call["index"]
-    if not value.ndim or index.ndim > 1:
-        return unknown(call)
-    ledger, axis, name = call.ledger, call.axis(), call.name
-    given: Any = call.arguments.get("source", call.arguments.get("value"))
-    sums = name in ("index_add", "index_reduce")
-    if isinstance(given, Value) and not given.ndim:
-        ledger.pin(given, "fills positions")
-        given = math.nan
-    positions = picked(call.constants.get("index"), value.shape[axis])
-    if positions is not None and not sums:
-        return overwritten(ledger, value, axis, positions, given)
-    target = meet(call, value, axis, index, "written to by position")
-    if not isinstance(given, Value):
-        ledger.pin(replace(index, points=()), "an index")
-        return replace(target, scale=_combined(call, target, given, (), linear=True))
-    linear = name != "index_reduce" or call.get("reduce") in SYMMETRIC
-    return _arrived(call, target, given, axis, given, sums=sums, linear=linear)
+@register_rule("index_add", positions="read")
+def _index_add(call: Call) -> Value:
+    axis, given = call.axis(), call["source"]
+    target = meet(call, call["self"], axis, call["index"], "written to by position")
+    return _arrived(call, target, given, axis, given, sums=True)
 
 
-def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value | float) -> Value:
+def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value) -> Value:
     """The value with other content at known positions: ``[u0, u1, u2]`` -> ``[u0, p, u2]`` with a new place p."""
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
     gone = views.take(ledger, value, axis, positions)
     ledger.forget(gone, axis, "overwritten")
     places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
-    if not isinstance(given, Value):
-        given = replace(gone, scale=gone.scale if given == 0 else ())
-    elif moving(given.labels[axis]):  # units that arrive
+    if moving(given.labels[axis]):  # units that arrive
         places = given.labels[axis]
     given = replace(given.with_axis(axis, label=places), parameter=None)
     if not len(kept):
@@ -123,13 +100,12 @@ def _index_put(call: Call) -> Value:
     if single and not accumulate and math.prod(values.shape) == 1 and kinds[axis] in MASKS and constants[axis] is None:
         return _filled(call, value, values, indices[axis], axis)
     if not single or indices[axis].ndim != 1:
-        widths = [1 if i is None or kinds[k] not in MASKS else i.ndim for k, i in enumerate(indices)]
-        return _put_at_points(call, value, values, indices, widths)
+        return unknown(call)
     index = indices[axis]
     positions = picked(constants[axis], value.shape[axis])
     count = len(positions) if positions is not None else index.shape[0]
     source = views.expand(ledger, views.pad_left(values, value.ndim), value.with_axis(axis, size=count).shape)
-    if id(values) in call.zeros:
+    if values.zero:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     if positions is not None and not accumulate:
         return overwritten(ledger, value, axis, positions, source)
@@ -139,9 +115,7 @@ def _index_put(call: Call) -> Value:
     return _arrived(call, target, source, axis, values, sums=accumulate)
 
 
-def _arrived(
-    call: Call, target: Value, source: Value, axis: int, written: Value, *, sums: bool, linear: bool = True
-) -> Value:
+def _arrived(call: Call, target: Value, source: Value, axis: int, written: Value, *, sums: bool) -> Value:
     """What was written to at positions of an axis, each of which may have received any of what was written."""
     ledger = call.ledger
     index = call["index"] if "index" in call.arguments else call["indices"][axis]
@@ -152,59 +126,17 @@ def _arrived(
         source = views.mix(ledger, source, axis, "written in order")
     parts = [views.drop(ledger, v, axis, keep=True) for v in (target, source)]
     found = joined(call, parts, axis, target.labels[axis], target.reasons[axis])
-    return replace(found, scale=_combined(call, parts[0], written, parts[1].scale, linear=linear))
+    return replace(found, scale=_combined(call, parts[0], written, parts[1].scale, linear=True))
 
 
 def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -> Value:
     """One number wherever a mask is true: ``h[h > 1] = 1.0`` as torch 2.11 traces it."""
-    after = value.ndim - first - mask.ndim
-    stretched = views.reshape(call.ledger, mask, [*mask.shape, *(1 for _ in range(after))]) if after else mask
-    single = replace(views.reshape(call.ledger, filling, []), parameter=None) if filling.ndim else filling
+    stretched = views.reshape(call.ledger, mask, (*mask.shape, *[1] * (value.ndim - first - mask.ndim)))
+    single = replace(views.reshape(call.ledger, filling, ()), parameter=None)
     (_, value, single), result = join_labels(call.ledger, [stretched, value, single], call.shape)
-    if id(filling) not in call.zeros:
+    if not filling.zero:
         call.ledger.equate(value.scale, single.scale)
     return replace(result, scale=value.scale)
-
-
-def _put_at_points(call: Call, value: Value, values: Value, indices: list[Value | None], widths: list[int]) -> Value:
-    """Writes at points of several axes (or where a mask is true): these are pinned, the others stay."""
-    ledger = call.ledger
-    covered: list[int] = []  # axes of the value that are indexed: a mask covers as many as it has
-    spans = np.cumsum([0, *widths]).tolist()
-    given = [(k, index) for k, index in enumerate(indices) if index is not None]
-    for k, index in given:
-        ledger.pin(index, "an index")
-        covered += range(spans[k], spans[k + 1])
-    points = max(index.ndim if widths[k] == 1 else 1 for k, index in given)
-    kept = [k for k in range(value.ndim) if k not in covered]
-    first, last = given[0][0], given[-1][0]
-    at = first if len(given) == last - first + 1 else 0
-    arriving = views.pad_left(replace(values, parameter=None), len(kept) + points)
-    for _ in range(points):
-        arriving = views.drop(ledger, views.mix(ledger, arriving, at, "written by an index"), at)
-    sizes = iter(arriving.shape)
-    arriving = views.reshape(ledger, arriving, [1 if k in covered else next(sizes) for k in range(value.ndim)])
-    target = views.mix(ledger, replace(value, parameter=None), covered, "written to by an index")
-    labels, reasons = list(target.labels), list(target.reasons)
-    for k in kept:
-        if arriving.shape[k] > 1:
-            labels[k] = ledger.unify(labels[k], arriving.labels[k], reasons[k], arriving.reasons[k], k)
-            reasons[k] = reasons[k] or arriving.reasons[k]
-    scale = _combined(call, target, values, arriving.scale, linear=True)
-    return replace(target, labels=tuple(labels), reasons=tuple(reasons), scale=scale)
-
-
-@register_rule("block_diag")
-def _block_diag(call: Call) -> Value:
-    """Matrices along a diagonal: rows and columns one after the other, zeros (of any scale) elsewhere."""
-    rows, start = [], 0
-    for block in (views.pad_left(v, 2) for v in call.tensors):
-        end = start + block.shape[1]
-        zeros = [views.uniform((block.shape[0], n), 0.0) for n in (start, call.shape[1] - end)]
-        pieces = [p for p in (zeros[0], block, zeros[1]) if p.shape[1] > 0]
-        rows.append(views.concatenate(call.ledger, pieces, 1))
-        start = end
-    return views.concatenate(call.ledger, rows, 0)
 
 
 @register_rule("max_unpool2d", "max_unpool3d")
@@ -215,20 +147,3 @@ def _unpool(call: Call) -> Value:
         views.mix(call.ledger, call[n], range(ndim - space, ndim), "spatial position") for n in ("self", "indices")
     ]
     return replace(joined(call, parts, ndim - 1, (), "spatial position"), scale=parts[0].scale)
-
-
-@register_rule("diag_embed", "diag")
-def _diagonal(call: Call) -> Value:
-    """A vector along a diagonal: rows and columns are indexed by its units; or the diagonal of a matrix."""
-    value: Value = call["self"]
-    offset = int(call.get("offset", call.get("diagonal", 0)))
-    if call.name == "diag" and value.ndim == 2:
-        return views.diagonal(call.ledger, value, 0, 1, offset)
-    if offset != 0 or (call.get("dim1", -2), call.get("dim2", -1)) != (-2, -1):
-        return unknown(call)
-    *lead, n = value.shape
-    rows, columns = (views.reshape(call.ledger, value, (*lead, *matrix)) for matrix in ((n, 1), (1, n)))
-    labels = (*rows.labels[:-1], columns.labels[-1])
-    if not labels[-2]:
-        return replace(pinned_value(call.shape, value.reasons[-1]), labels=labels, scale=rows.scale)
-    return Value(call.shape, labels, (*rows.reasons[:-1], rows.reasons[-2]), rows.scale)
