@@ -48,7 +48,7 @@ def permute_tensors(
 
 
 def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor."""
+    """As :func:`permute_tensors`, in the dictionary itself: besides it one tensor is in memory."""
     for name, steps in _steps(graph, permutation, tensors).items():
         tensors[name] = _stepped(tensors[name], steps)
 
@@ -106,14 +106,13 @@ def _steps(
     graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
 ) -> dict[str, list[Step]]:
     """For each name among the tensors the axes that have to be permuted, in order, and how."""
-    check_elements(permutation, "permutation")
+    check_permutation(permutation)
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
         if name not in known:
             raise graph.unknown_group(name, known)
         if tuple(p.shape) != known[name].shape:
             raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
-    check_permutation(permutation)
     # Nested groups first: a permutation names the units of a block by the block's old content, then blocks move whole.
     found = []
     for group in reversed(graph.permutations):
@@ -192,35 +191,34 @@ def scale_tensors(
     ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
     """
     scaled = as_given(tensors, tensors)
-    for parameter, logs in _log_factors(graph, log_scale, power):
-        for name in graph.aliases[parameter]:
-            if name in scaled:
-                if power == 1.0:
-                    _require_range(scaled[name], logs, name)
-                scaled[name] = scaled[name].clone()
-                _multiply_(scaled[name], logs)
+    for name, logs in _log_factors(graph, log_scale, tensors, power):
+        if power == 1.0:
+            _require_range(scaled[name], logs, name)
+        scaled[name] = scaled[name].clone()
+        _multiply_(scaled[name], logs)
     return scaled
 
 
 def scale_tensors_(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once."""
     require_range(graph, log_scale, tensors)
-    for parameter, logs in _log_factors(graph, log_scale, 1.0):
-        held = (tensors[name] for name in graph.aliases[parameter] if name in tensors)
-        for tensor in {id(tensor): tensor for tensor in held}.values():
-            _multiply_(tensor, logs)
+    done: set[int] = set()
+    for name, logs in _log_factors(graph, log_scale, tensors):
+        if id(tensors[name]) not in done:
+            _multiply_(tensors[name], logs)
+        done.add(id(tensors[name]))
 
 
 def require_range(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """Raise a SymmetryError if :func:`scale_tensors` would take a weight out of the range of its dtype."""
-    for parameter, logs in _log_factors(graph, log_scale, 1.0):
-        for name in graph.aliases[parameter]:
-            if name in tensors:
-                _require_range(tensors[name], logs, parameter)
+    for name, logs in _log_factors(graph, log_scale, tensors):
+        _require_range(tensors[name], logs, name)
 
 
-def _log_factors(graph: Symmetries, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
-    """The parameters that change, and float64 terms of the logarithms of their factors, which broadcast."""
+def _log_factors(
+    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], power: float = 1.0
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """The names of tensors that change, and float64 terms of the logarithms of their factors, which broadcast."""
     check_elements(log_scale, "log_scale")
     groups = (*graph.scales, *graph.normalizations)
     known = {g.name for g in groups}
@@ -238,7 +236,7 @@ def _log_factors(graph: Symmetries, log_scale: LogScale, power: float) -> Iterat
     for parameter, terms in graph.scale_terms.items():
         logs = [power * term.exponent * flat[term.index] for term in terms]
         if any(log.any() for log in logs):
-            yield parameter, logs
+            yield from ((name, logs) for name in graph.aliases[parameter] if name in tensors)
 
 
 _SINGLE = 40.0  # sums of log-factors up to here keep single-precision factors normal, with room to spare

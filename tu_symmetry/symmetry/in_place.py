@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +47,7 @@ def permute_in_place(
     """
     if all(torch.equal(p, torch.arange(p.shape[-1], device="cpu").expand(p.shape)) for p in permutation.values()):
         return
-    _move_all(graph, [network, *mirrors], swag, list(optimizers), permutation=permutation)
+    _move_all(graph, [network, *mirrors], swag, list(optimizers), permutation, None)
 
 
 @torch.no_grad()
@@ -67,7 +66,7 @@ def scale_in_place(
     leave the range of its dtype is one more error.
     """
     if any(bool(s.any()) for s in log_scale.values()):
-        _move_all(graph, [network, *mirrors], swag, list(optimizers), log_scale=log_scale)
+        _move_all(graph, [network, *mirrors], swag, list(optimizers), None, log_scale)
 
 
 def _moved(
@@ -88,14 +87,13 @@ def _move_all(
     modules: Sequence[nn.Module],
     swag: Iterable[tuple[dict[str, Tensor], str]],
     optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    permutation: Permutation | None = None,
-    log_scale: LogScale | None = None,
+    permutation: Permutation | None,
+    log_scale: LogScale | None,
 ) -> None:
     """Check everything, then move modules with their gradients, SWAG statistics, and the first one's optimizers."""
     names = {id(p): name for name, p in modules[0].named_parameters()}
     for optimizer in optimizers:
-        _check_elementwise(optimizer) if log_scale is None else _check_scalable(optimizer, names)
+        list(_that_follow(optimizer, names, rescaled=log_scale is not None))
     graph.require_verified()
     states = [{name: tensor.detach() for name, tensor in module.state_dict().items()} for module in modules]
     for module, state in zip(modules, states, strict=True):
@@ -143,55 +141,32 @@ def move_optimizer_state(
         log_scale: the log-factors that were applied to the weights (after the permutation).
 
     Raises:
-        SymmetryError: state of a known parameter that is neither a scalar nor of the parameter's shape (as
-            Adafactor's), or of which it is not known how it scales.
+        SymmetryError: before anything is changed, if some state is neither a scalar nor of its parameter's shape (as
+            Adafactor's), or it is not known how it scales.
     """
-    if log_scale is not None:
-        _check_scalable(optimizer, names)
-    for parameter, key, value in _entries(optimizer):
-        name = names.get(id(parameter))
-        if name is None or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 1 != parameter.numel():
-            continue
-        if value.shape != parameter.shape:
-            raise SymmetryError(
-                f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                f"{tuple(parameter.shape)}: factored or flattened statistics cannot follow a symmetry"
-            )
+    for name, key, value in list(_that_follow(optimizer, names, rescaled=log_scale is not None)):
         power = -2.0 if key in _LIKE_SQUARES else -1.0
         value.copy_(_moved(graph, {name: value}, power, permutation, log_scale)[name])
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
+def _that_follow(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, rescaled: bool
+) -> Iterator[tuple[str, str, Tensor]]:
+    """What an optimizer keeps for each entry of a named parameter: the name, what it is, the tensor."""
     for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            yield parameter, key, value
-
-
-def _listed(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-
-
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose state is not shaped like the weights."""
-    for parameter, key, value in _entries(optimizer):
-        if _listed(value) or (isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape):
-            raise SymmetryError(
-                f"{type(optimizer).__name__} keeps {key!r} in a form that is not its parameter's, so it cannot follow "
-                "a permutation; use in_place=False, or an optimizer with elementwise state (SGD, Adam and their kin)"
-            )
-
-
-def _check_scalable(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse state of which it is not known how it follows a rescaling: what is neither like gradients nor squares."""
-    for parameter, key, value in _entries(optimizer):
-        scalar = not isinstance(value, Tensor) or value.ndim == 0
-        if id(parameter) not in names or (scalar and not _listed(value)):
-            continue
-        preconditioned = key == "momentum_buffer" and "square_avg" in optimizer.state[parameter]
-        known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
-        if _listed(value) or not known or value.shape != parameter.shape:
-            raise SymmetryError(
-                f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
-                "rescaling is not known; leave the weights' scale as it is (in_place=False in a callback), or "
-                "train with SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
-            )
+        name = names.get(id(parameter))
+        for key, value in ((key, value) for key, value in state.items() if name is not None):
+            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+            if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
+                continue
+            if not rescaled and not listed and value.numel() == 1 != parameter.numel():
+                continue
+            preconditioned = key == "momentum_buffer" and "square_avg" in state
+            known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
+            if listed or value.shape != parameter.shape or (rescaled and not known):
+                raise SymmetryError(
+                    f"{type(optimizer).__name__} keeps {key!r} for {name!r}, and how that follows a "
+                    f"{'rescaling' if rescaled else 'permutation'} is not known; use in_place=False, or train with an "
+                    "optimizer with elementwise state (SGD, Adam and their kin)"
+                )
+            yield name, key, value
