@@ -35,17 +35,13 @@ class CanonicalForm(Brief):
         log_scale: natural-log factors that were applied, group name to float64 ``[size]``.
         mass_before: squared L2 norm of the counted parameters as given.
         mass_after: the same in canonical form.
-        gradient_norm: certificate for ``min_mass``: norm of the objective's gradient in the log-factors, relative to
-            the mass (zero at the optimum of a convex function); NaN for ``unit_norm``.
-        relative_gap: certificate for ``min_mass``: upper bound of how far the objective is above its minimum, relative
-            to the mass, from a feasible point of the dual problem; NaN for ``unit_norm``.
+        gradient_norm: for ``min_mass`` the norm of the objective's gradient, relative to the mass; else NaN.
+        relative_gap: for ``min_mass`` a certified bound of how far the objective is above its minimum, relative to the
+            mass; else NaN.
         iterations: Newton steps (0 for ``unit_norm``).
-        degenerate: group name to the numbers of the factors for which there is no canonical value: their mass lies on
-            one side only, so that it could be scaled away altogether (dead units, which nothing feeds or nothing
-            reads), or they have no mass at all. See ``canonicalize(degenerate=...)`` for what becomes of them.
-        unfixed: names of the normalization groups that were left as they are: the mass could shrink without end there.
-        certificate: by how much the outputs on the graph's example inputs changed, beside what rounding explains
-            (:func:`~tu_symmetry.certify`); None where nothing was measured.
+        degenerate: group name to the numbers of the factors for which there is no canonical value: dead units, which
+            nothing feeds or nothing reads, so that their mass could be scaled away altogether.
+        certificate: the change of the outputs, see :func:`~tu_symmetry.certify`; None where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
     """
 
@@ -57,7 +53,6 @@ class CanonicalForm(Brief):
     relative_gap: float
     iterations: int
     degenerate: dict[str, Tensor]
-    unfixed: tuple[str, ...]
     certificate: Certificate | None = None
     uncertified: str = ""
 
@@ -89,23 +84,20 @@ def canonicalize(
         state: state dict.
         method: ``min_mass`` or ``unit_norm``.
         parameters: the tensors whose squared norm counts, as the regularizer counts them: names, patterns
-            (``"*.weight"``) or a predicate of the name; all parameters if left out. Everything is rescaled
-            consistently either way. Only ``min_mass`` and the reported masses depend on it.
+            (``"*.weight"``) or a predicate of the name; all parameters if left out. Only ``min_mass`` and the reported
+            masses depend on it.
         normalizations: what becomes of weights before a normalization, which could shrink without end: held
-            (``leave``), or the counted weights of each factor get ``unit_norm`` (a channel's filter before batch
-            normalization) or, where it multiplies several filters (a layer before layer normalization), a norm of one
-            on average over them, by their mean square. Running statistics move along.
+            (``leave``), or the counted filters of each factor get a norm of one (``unit_norm``), on average over them
+            where there are several. Running statistics move along.
         degenerate: what becomes of factors without a minimum (``min_mass``): held at one (``leave``), or the side that
-            has mass gets ``unit_norm``. Factors without any mass, and dead cycles of units that only feed each other,
-            are left alone.
+            has mass gets ``unit_norm``. Dead cycles of units that only feed each other are left alone.
         tolerance: on the relative gradient norm (``min_mass``).
-        certify: measure on the graph's example inputs that the outputs stay the same: some six forward passes in
-            float64 on the CPU, where the graph holds a network to run.
+        certify: measure on the graph's example inputs that the outputs stay the same.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights, double-precision weights whose squares
-            leave the range of float64, or a canonical form that leaves the range of the state's dtype; outputs that
-            changed by more than rounding explains.
+        SymmetryError: a state of another architecture, NaN or infinite weights, weights whose squares leave the range
+            of float64, a form that leaves the range of the state's dtype, or outputs that changed by more than
+            rounding explains.
         ValueError: unknown methods, conventions or parameters, or a stack of states.
         RuntimeError: no convergence; the message says how far it came.
     """
@@ -156,28 +148,19 @@ def canonicalize(
         found.relative_gap,
         found.iterations,
         {name: own for name, own in numbers.items() if len(own)},
-        () if fixing else tuple(g.name for g in graph.normalizations),
         certificate,
         uncertified,
     )
 
 
 def representation_cost(
-    graph: SymmetryGraph,
-    state: Mapping[str, Tensor],
-    *,
-    parameters: Parameters | None = None,
-    normalizations: Convention = "leave",
-    degenerate: Convention = "leave",
+    graph: SymmetryGraph, state: Mapping[str, Tensor], *, parameters: Parameters | None = None
 ) -> float:
     """Least squared L2 norm over positive rescalings: ``min_Lambda ||T_s(w, Lambda)||^2`` (arXiv 2310.08287, sec. 6).
 
-    Directions without a minimum (dead units, weights before a normalization) count as :func:`canonicalize` leaves or
-    fixes them.
+    Dead units and weights before a normalization count as they are. ``parameters`` is that of :func:`canonicalize`.
     """
-    return canonicalize(
-        graph, state, parameters=parameters, normalizations=normalizations, degenerate=degenerate, certify=False
-    ).mass_after
+    return canonicalize(graph, state, parameters=parameters, certify=False).mass_after
 
 
 def _least(

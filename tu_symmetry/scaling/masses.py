@@ -24,7 +24,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]
 Array = npt.NDArray[np.float64]
-_PIECE = 65536  # entries
 
 
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
@@ -257,15 +256,5 @@ def _held(index: Tensor, count: int) -> Tensor | None:
 
 def _squares(tensor: Tensor, axes: list[int]) -> Tensor:
     """Squares in float64, summed over some axes, which stay with size one."""
-    if len(axes) == tensor.ndim:
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square().reshape([1] * tensor.ndim)
-    kept = tensor.ndim - len(axes)
-    if axes and axes[0] == kept:  # a kernel's positions come last: piece by piece, within the cache
-        entries = tensor.reshape(math.prod(tensor.shape[:kept]), -1)
-        ones = torch.ones(entries.shape[1], dtype=torch.float64, device="cpu")
-        pieces = entries.split(max(1, _PIECE // max(1, entries.shape[1])))
-        return torch.cat([piece.double().square() @ ones for piece in pieces]).reshape(
-            *tensor.shape[:kept], *[1] * len(axes)
-        )
     square = tensor.to(torch.float64, copy=True).square_()  # in place: large layers stand here as they are
     return square.sum(axes, keepdim=True) if axes else square

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
+from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from tu_symmetry.scaling.masses import Array, MassPoint, MassTables, Table, Terms
@@ -124,29 +125,15 @@ def _forcing(relative: float, tolerance: float) -> float:
 
 
 def _newton_step(point: MassPoint, gradient: Array, active: Mask, forcing: float) -> Array:
-    """Solve Hessian x = -gradient by preconditioned conjugate gradients to a relative residual."""
-    scaling = np.where(active, 1 / np.maximum(point.curvature_diagonal(), _TINY), 1.0)
-    x = np.zeros_like(gradient)
-    residual = -gradient
-    z = residual * scaling
-    direction = z
-    rz = float(residual @ z)
-    goal = forcing**2 * rz
-    for _ in range(500):
-        product = np.where(active, point.curvature_product(direction), 0.0)
-        curvature = float(direction @ product)
-        if curvature <= 0.0:
-            break
-        alpha = rz / curvature
-        x += alpha * direction
-        residual = residual - alpha * product
-        z = residual * scaling
-        new = float(residual @ z)
-        if new <= goal:
-            break
-        direction = z + (new / rz) * direction
-        rz = new
-    return x
+    """Solve Hessian x = -gradient, scaled to a diagonal of one, by conjugate gradients to a relative residual."""
+    root = np.sqrt(np.where(active, 1 / np.maximum(point.curvature_diagonal(), _TINY), 1.0))
+
+    def product(direction: Array) -> Array:
+        return root * np.where(active, point.curvature_product(root * direction), 0.0)
+
+    hessian = LinearOperator((len(root), len(root)), matvec=product, dtype=np.float64)
+    solution, _ = cg(hessian, -root * gradient, rtol=forcing, atol=0.0, maxiter=500)
+    return root * solution
 
 
 def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Tensor:

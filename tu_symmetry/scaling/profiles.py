@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.optimize import brentq
 from torch import Tensor
 
 from tu_symmetry.scaling.masses import MassTables
@@ -61,14 +62,15 @@ def mass_profile(
 
 
 def _minimum(exponents: Tensor, weights: Tensor) -> float:
-    """The zero of the derivative of ``sum w exp(2 c s)``, by bisection in s."""
-    up, down = (bool((weights[side] > 0).any()) for side in (exponents > 0, exponents < 0))
-    if not (up and down):
-        return float("-inf") if up else float("inf") if down else 0.0
-    low, high = -400.0, 400.0
+    """The zero of the derivative of ``sum w exp(2 c s)`` in s."""
+    up, down = exponents > 0, exponents < 0
+    rises, falls = bool((weights[up] > 0).any()), bool((weights[down] > 0).any())
+    if not (rises and falls):
+        return float("-inf") if rises else float("inf") if falls else 0.0
     terms = weights.log() + exponents.abs().log()
-    for _ in range(200):
-        middle = (low + high) / 2
-        sides = [torch.logsumexp((terms + 2 * exponents * middle)[s], 0) for s in (exponents > 0, exponents < 0)]
-        low, high = (low, middle) if sides[0] > sides[1] else (middle, high)
-    return (low + high) / 2
+
+    def slope(s: float) -> float:
+        moved = terms + 2 * exponents * s
+        return float(torch.logsumexp(moved[up], 0) - torch.logsumexp(moved[down], 0))
+
+    return float(brentq(slope, -400.0, 400.0, xtol=1e-14))
