@@ -102,18 +102,15 @@ def canonicalize(
         RuntimeError: no convergence; the message says how far it came.
     """
     graph.require_verified()
-    if graph.check_state(state, finite=False):
+    if graph.check_state(state):
         raise ValueError("canonicalize takes one state; unstack a stack of samples and canonicalize each")
-    # a sum is faster than a look at each entry; what has no values at all is for the check to name
-    if any(t.is_meta for t in state.values()) or not all(bool(torch.isfinite(t.sum())) for t in state.values()):
-        graph.check_state(state)
     for option, value, known in (
-        ("method", method, Method),
-        ("normalizations", normalizations, Convention),
-        ("degenerate", degenerate, Convention),
+        ("method", method, get_args(Method)),
+        ("normalizations", normalizations, get_args(Convention)),
+        ("degenerate", degenerate, get_args(Convention)),
     ):
-        if value not in get_args(known):
-            raise ValueError(f"{option} must be {' or '.join(map(repr, get_args(known)))}, got {value!r}")
+        if value not in known:
+            raise ValueError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
     fixing = normalizations == "unit_norm"
     groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
     tables = MassTables(graph, state, parameters, normalizations=fixing)
@@ -122,8 +119,8 @@ def canonicalize(
     counted = counted_parameters(graph, parameters)
     if not start.value < _LARGEST or (start.value == 0 and any(bool(state[n].any()) for n in counted)):
         raise SymmetryError(
-            f"the squared norm of these weights is {start.value:.1e}: such squares leave the range of float64, as "
-            "those of a diverged run or a damaged file do"
+            f"the squared norm of these weights is {start.value:.1e}: such squares leave the range of float64 "
+            "(a diverged run, a damaged file)"
         )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
@@ -186,8 +183,8 @@ def _unit_scales(
     """Log-factors that give every unit's maker unit norm; over the filters of a normalization group on average.
 
     A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to back:
-    each by its first maker (in the state dict's order) that is fed by settled groups alone. Where groups only feed each
-    other, the first takes the others as they are. With the log-factors comes a mask of the units whose maker is zero.
+    each by its first maker that is fed by settled groups alone. Where groups only feed each other, the first takes the
+    others as they are. With the log-factors comes a mask of the units whose maker is zero.
     """
     whole = len(groups) > len(graph.scales)
     sizes = torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")

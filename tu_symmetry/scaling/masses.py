@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +28,7 @@ Array = npt.NDArray[np.float64]
 def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
     """Names of the tensors whose squared norm counts, as the graph calls them; all parameters for None.
 
-    They are given by names or shell patterns (``"*.weight"``), for a tied tensor by any of its names, or a predicate.
-
-    Raises:
-        ValueError: for a name or pattern that fits no tensor.
+    They are given by names or shell patterns (``"*.weight"``), or a predicate; what fits no tensor is a ValueError.
     """
     trainable = [name for name in graph.shapes if name not in graph.buffers]
     if parameters is None:
@@ -75,10 +71,8 @@ class Table:
             return cls(matrix.reshape(-1), tuple(rows))
         matrix, row_terms = _merged(matrix, rows)
         transposed, column_terms = _merged(matrix.T, columns)
-        broadcast = tuple((c, i.unsqueeze(1)) for c, i in row_terms) + tuple(
-            (c, i.unsqueeze(0)) for c, i in column_terms
-        )
-        return cls(transposed.T, broadcast, (row_terms, column_terms))
+        broadcast = [(c, i.unsqueeze(1)) for c, i in row_terms] + [(c, i.unsqueeze(0)) for c, i in column_terms]
+        return cls(transposed.T, tuple(broadcast), (row_terms, column_terms))
 
 
 def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, Terms]:
@@ -128,14 +122,11 @@ class MassTables:
             else:
                 self.tables.append(Table.of(square, terms))
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The tables, laid out for fast evaluation."""
-        return Layout(self.tables, self.count)
+        self._layout = Layout(self.tables, self.count)
 
     def at(self, log_scale: Array) -> MassPoint:
         """The mass at log-factors ``[count]``."""
-        return MassPoint(self.layout, log_scale, self.fixed)
+        return MassPoint(self._layout, log_scale, self.fixed)
 
     def along(self, direction: Tensor) -> dict[float, float]:
         """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.scaling.canonical import Method, canonicalize
-from tu_symmetry.states import as_given
+from tu_symmetry.states import as_given, sample_count
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
@@ -37,8 +37,8 @@ def remove_symmetries(
 ) -> dict[str, Tensor]:
     """One representative of a network's orbit: canonical scale, then hidden units in canonical order.
 
-    Weights before a normalization and dead units get unit norm; residual streams and other tied axes are ordered as
-    one. The function is unchanged, where there are normalizations up to their epsilons.
+    Weights before a normalization and dead units get unit norm. The function is unchanged, where there are
+    normalizations up to their epsilons.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
@@ -46,12 +46,10 @@ def remove_symmetries(
         scale: canonical scale, see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
         sort: how units are ordered, descending: by their largest incoming weight (the paper's text), or the first (its
             code). Ties are broken by the units' other incoming weights and then by all other weights that belong to
-            them, each in order of size, and at last by the order that is given. Heads and other blocks are ordered in
-            the same way, after the units in them.
-        reference: a state dict to align to instead of sorting. Aligning is the better choice where nearby networks
-            should stay nearby: sorting tears apart units whose keys are almost equal.
-        certify: measure that the outputs of each network stay the same, as in ``canonicalize``. Where the graph holds
-            no network to run, an :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
+            them, each in order of size, and at last by the order that is given.
+        reference: a state dict to align to instead of sorting, which tears apart units whose keys are almost equal.
+        certify: measure that the outputs of each network stay the same. Where the graph holds no network to run, an
+            :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs that changed by more than
@@ -74,8 +72,7 @@ def remove_symmetries(
 
     if not lead:
         return representative(state)
-    count = len(next(iter(state.values())))
-    samples = [representative({name: t[i] for name, t in state.items()}) for i in range(count)]
+    samples = [representative({name: t[i] for name, t in state.items()}) for i in range(sample_count(state))]
     return as_given(state, {name: torch.stack([s[name] for s in samples]) for name in state})
 
 
@@ -90,14 +87,13 @@ def removal_element(
     """The group element by which :func:`remove_symmetries` moves one network: its log-factors, then its permutation.
 
     Applied to any of the network's tensors it gives that tensor of the representative, so that tensors can be compared
-    one by one where whole networks do not fit into memory. ``reference`` is brought to the same scale, as there.
+    one by one where whole networks do not fit into memory.
     """
     if _lead(graph, state, sort):
         raise ValueError("removal_element takes one state, this is a stack: call it for each of its networks")
     log_scale, current = _scaled(graph, state, scale)
-    return log_scale, _ordering(
-        graph, current, sort, None if reference is None else _scaled(graph, reference, scale)[1]
-    )
+    target = None if reference is None else _scaled(graph, reference, scale)[1]
+    return log_scale, _ordering(graph, current, sort, target)
 
 
 def _lead(graph: SymmetryGraph, state: Mapping[str, Tensor], sort: Key) -> int:
@@ -126,7 +122,7 @@ def _ordering(
         return weight_matching(graph, target, state).permutation
     identity = whole = identity_permutation(graph)
     for group in _inner_first(graph):
-        order = _order(graph, group, state, sort)
+        order = {group.name: _order(graph, group, state, sort)}
         state = permute_tensors(graph, order, state)
         whole = compose(identity | order, whole)
     return whole
@@ -177,7 +173,7 @@ def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:
     return [g for root in roots for g in family(root)]
 
 
-def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor], sort: Key) -> Permutation:
+def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor], sort: Key) -> Tensor:
     """The permutation that sorts one group, descending."""
     incoming = incoming_member(graph, group)
     rows = unit_rows(graph, group, incoming, state)
@@ -187,7 +183,7 @@ def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Te
         others = (unit_rows(graph, group, m, state) for m in group.members if m is not incoming)
         columns = [key, *(r.sort(dim=-1, descending=True).values[..., :_TIE_BREAKERS] for r in (rows, *others))]
         order, _ = _sorted(torch.cat(columns, dim=-1))
-    return {group.name: order}
+    return order
 
 
 def _sorted(keys: Tensor) -> tuple[Tensor, bool]:
