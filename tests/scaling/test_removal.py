@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -29,20 +28,19 @@ def test_networks_that_differ_by_a_symmetry_become_equal(case: Case) -> None:
     assert change < (1e-9 if all(g.exact for g in (*graph.scales, *graph.normalizations)) else 1e-3)
 
 
-@pytest.mark.parametrize("sort", ["max", "first"])
 @pytest.mark.parametrize(
     "name", ["cnn_flatten", "resnet_batchnorm", "GroupNormNet", "transformer_fused", "DenseConcat"]
 )
-def test_every_key_gives_one_order(name: str, sort: Any) -> None:
+def test_units_are_sorted_by_their_largest_weight(name: str) -> None:
     _, graph, state = named(name)
     p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(4))
-    one = tus.remove_symmetries(graph, state, scale=None, sort=sort)
-    two = tus.remove_symmetries(graph, tus.apply_permutation(graph, p, state), scale=None, sort=sort)
+    one = tus.remove_symmetries(graph, state, scale=None)
+    two = tus.remove_symmetries(graph, tus.apply_permutation(graph, p, state), scale=None)
     assert_equal_states(one, two)
     for group in graph.permutations:
         if group.parent is None and not graph.children(group.name):
             rows = unit_rows(graph, group, incoming_member(graph, group), one)
-            key = rows.amax(-1) if sort == "max" else rows[:, 0]
+            key = rows.amax(-1)
             assert torch.equal(key, key.sort(descending=True).values), group.name
 
 
@@ -61,15 +59,13 @@ def test_stacks_are_treated_sample_by_sample() -> None:
     model, graph, state = named("resnet_batchnorm")
     states = [random_state(model, torch.Generator().manual_seed(seed)) for seed in (3, 4, 5)]
     stack = {n: torch.stack([s[n] for s in states]) for n in states[0]}
-    for options in ({}, {"sort": "first", "scale": "unit_norm"}, {"reference": states[0]}):
+    for options in ({}, {"scale": "unit_norm"}, {"reference": states[0]}):
         found = tus.remove_symmetries(graph, stack, **options)  # type: ignore[arg-type]
         for i, state in enumerate(states):
             single = tus.remove_symmetries(graph, state, **options)  # type: ignore[arg-type]
             assert_equal_states({n: t[i] for n, t in found.items()}, single)
     with pytest.raises(ValueError, match="2 sample axes"):
         tus.remove_symmetries(graph, {n: t.unsqueeze(0) for n, t in stack.items()})
-    with pytest.raises(ValueError, match="unknown key 'least'"):
-        tus.remove_symmetries(graph, stack, sort="least")  # type: ignore[arg-type]
 
 
 def test_aligning_to_a_reference_instead_of_sorting() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
+from tu_symmetry.scaling.masses import MassPoint, MassTables, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors
@@ -62,7 +62,7 @@ def canonicalize(
     state: Mapping[str, Tensor],
     *,
     method: Method = "min_mass",
-    parameters: Parameters | None = None,
+    parameters: Iterable[str] | None = None,
     normalizations: Convention = "leave",
     degenerate: Convention = "leave",
     tolerance: float = 1e-12,
@@ -83,9 +83,8 @@ def canonicalize(
         graph: the architecture's symmetry graph (verified on first use).
         state: state dict.
         method: ``min_mass`` or ``unit_norm``.
-        parameters: the tensors whose squared norm counts, as the regularizer counts them: names, patterns
-            (``"*.weight"``) or a predicate of the name; all parameters if left out. Only ``min_mass`` and the reported
-            masses depend on it.
+        parameters: names or patterns (``"*.weight"``) of the tensors whose squared norm counts, as the regularizer
+            counts them; all parameters if left out. Only ``min_mass`` and the reported masses depend on it.
         normalizations: what becomes of weights before a normalization, which could shrink without end: held
             (``leave``), or the counted filters of each factor get a norm of one (``unit_norm``), on average over them
             where there are several. Running statistics move along.
@@ -151,7 +150,7 @@ def canonicalize(
 
 
 def representation_cost(
-    graph: SymmetryGraph, state: Mapping[str, Tensor], *, parameters: Parameters | None = None
+    graph: SymmetryGraph, state: Mapping[str, Tensor], *, parameters: Iterable[str] | None = None
 ) -> float:
     """Least squared L2 norm over positive rescalings: ``min_Lambda ||T_s(w, Lambda)||^2`` (arXiv 2310.08287, sec. 6).
 

@@ -173,7 +173,6 @@ def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tens
 
     Returns:
         A new state dict that computes the same function (up to the normalizations' epsilon where a group is not exact).
-        Factors are computed in float64 and rounded once.
 
     Raises:
         SymmetryError: what does not belong to the graph, NaN, or weights that leave the range of their dtype.
@@ -245,15 +244,11 @@ _LOST, _LOST_SUBNORMAL = 0.01, 0.5  # share of a tensor's norm that rounding bel
 
 
 def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
-    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece.
-
-    Factors that double precision does not hold become a product of several: 1e-200 exp(800) is 1e147, though exp(800)
-    overflows. The products on the way lie between the weight and the result.
-    """
+    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece."""
     ndim = max(log.ndim for log in logs)
     furthest = sum(float(log.abs().max()) for log in logs if log.numel())
     precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)
-    times = max(1, math.ceil(furthest / _DOUBLE))
+    times = max(1, math.ceil(furthest / _DOUBLE))  # exp(800) overflows, though 1e-200 exp(800) is 1e147
     for piece, rows in _pieces(tensor, tensor.ndim - ndim if ndim else None):
         factor = torch.ones((), dtype=torch.float64, device="cpu")
         for log in logs:  # a product over axes takes few exponentials
@@ -283,19 +278,11 @@ def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
     _multiply_(wide, logs)
     rounded = wide.to(sizes.dtype).double()
     norm = float(torch.where(finite, wide, 0.0).max())  # in units of the largest, whose square may leave the range
-    became = f"its largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave"
-    if not torch.isfinite(rounded[finite]).all():
+    lost = float(((wide - rounded) / norm)[finite].norm() / (wide / norm)[finite].norm()) if norm > 0 else 1.0
+    if not lost <= (_LOST if largest >= held.tiny else _LOST_SUBNORMAL):
         raise SymmetryError(
-            f"{name!r} would leave the range of {tensor.dtype} (up to {held.max:.1e}) under this rescaling: {became} "
-            "the scale as it is"
-        )
-    lost = 1.0
-    if norm > 0:
-        lost = float(((wide - rounded) / norm)[finite].norm() / (wide / norm)[finite].norm())
-    if lost > (_LOST if largest >= held.tiny else _LOST_SUBNORMAL):
-        raise SymmetryError(
-            f"{name!r} would fall below the range of {tensor.dtype} (normal down to {held.tiny:.1e}) under this "
-            f"rescaling: {became} the scale as it is"
+            f"{name!r} would leave the range of {tensor.dtype} ({held.tiny:.1e} to {held.max:.1e}): its largest entry "
+            f"{largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave the scale as it is"
         )
 
 

@@ -108,16 +108,13 @@ def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same entries, in whatever order: by a sum of hashes of their bits."""
-    if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    return _content(a) == _content(b)
+    alike = a.dtype == b.dtype and a.layout == b.layout == torch.strided
+    return alike and _content(a) == _content(b)
 
 
 def _content(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat + 0.0  # -0 is 0
+    flat = tensor.detach().cpu().contiguous()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1) + 0.0  # -0 is 0
     bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()])
     total = 0
     for piece in bits.split(2**16):  # which the processor's cache holds

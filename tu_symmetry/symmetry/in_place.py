@@ -6,7 +6,8 @@ Parameters and buffers keep their identity. Everything that can be refused is re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +17,24 @@ from tu_symmetry.symmetry.action import permute_tensors, require_range, scale_te
 from tu_symmetry.symmetry.elements import LogScale, Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _SWAG = {"_mean": 1.0, "_sq_mean": 2.0, "_covariance_sqrt": 1.0}  # statistic, and its power of the weights' factor
 _LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
 _LIKE_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
-@torch.no_grad()
+class Followers(TypedDict, total=False):
+    """What has to follow a network's weights."""
+
+    mirrors: list[nn.Module]  # averages of them, of the same architecture
+    swag: list[tuple[dict[str, Tensor], str]]  # SWAG statistics and the prefix of the network's names in them
+    optimizers: list[torch.optim.Optimizer]
+
+
 def permute_in_place(
-    graph: SymmetryGraph,
-    permutation: Permutation,
-    network: nn.Module,
-    *,
-    mirrors: Iterable[nn.Module] = (),
-    swag: Iterable[tuple[dict[str, Tensor], str]] = (),
-    optimizers: Iterable[torch.optim.Optimizer] = (),
+    graph: SymmetryGraph, permutation: Permutation, network: nn.Module, **followers: Unpack[Followers]
 ) -> None:
     """Permute the hidden units of a network without changing its function or its training trajectory.
 
@@ -37,28 +42,18 @@ def permute_in_place(
         graph: the symmetry graph of the network (verified on first use).
         permutation: on the CPU; group name to LongTensor.
         network: changed in place, with its gradients.
-        mirrors: averages of its weights, of the same architecture, changed in place.
-        swag: SWAG statistics and the prefix of the network's names in them, changed in place.
-        optimizers: whatever they hold for the network's parameters moves along.
+        **followers: changed in place too, see :class:`Followers`.
 
     Raises:
         SymmetryError: before anything is changed, if the permutation or a module does not belong to the graph, or an
             optimizer's state cannot follow.
     """
-    if all(torch.equal(p, torch.arange(p.shape[-1], device="cpu").expand(p.shape)) for p in permutation.values()):
-        return
-    _move_all(graph, [network, *mirrors], swag, list(optimizers), permutation, None)
+    if any((p != torch.arange(p.shape[-1], device="cpu")).any() for p in permutation.values()):
+        _move_all(graph, network, followers, permutation, None)
 
 
-@torch.no_grad()
 def scale_in_place(
-    graph: SymmetryGraph,
-    log_scale: LogScale,
-    network: nn.Module,
-    *,
-    mirrors: Iterable[nn.Module] = (),
-    swag: Iterable[tuple[dict[str, Tensor], str]] = (),
-    optimizers: Iterable[torch.optim.Optimizer] = (),
+    graph: SymmetryGraph, log_scale: LogScale, network: nn.Module, **followers: Unpack[Followers]
 ) -> None:
     """Rescale a network by positive factors without changing its function, with everything that follows its weights.
 
@@ -66,7 +61,7 @@ def scale_in_place(
     leave the range of its dtype is one more error.
     """
     if any(bool(s.any()) for s in log_scale.values()):
-        _move_all(graph, [network, *mirrors], swag, list(optimizers), None, log_scale)
+        _move_all(graph, network, followers, None, log_scale)
 
 
 def _moved(
@@ -82,16 +77,18 @@ def _moved(
     return tensors if log_scale is None else scale_tensors(graph, log_scale, tensors, power=power)
 
 
+@torch.no_grad()
 def _move_all(
     graph: SymmetryGraph,
-    modules: Sequence[nn.Module],
-    swag: Iterable[tuple[dict[str, Tensor], str]],
-    optimizers: Sequence[torch.optim.Optimizer],
+    network: nn.Module,
+    followers: Followers,
     permutation: Permutation | None,
     log_scale: LogScale | None,
 ) -> None:
-    """Check everything, then move modules with their gradients, SWAG statistics, and the first one's optimizers."""
-    names = {id(p): name for name, p in modules[0].named_parameters()}
+    """Check everything, then move modules with their gradients, SWAG statistics, and the network's optimizers."""
+    modules = [network, *followers.get("mirrors", ())]
+    optimizers = followers.get("optimizers", [])
+    names = {id(p): name for name, p in network.named_parameters()}
     for optimizer in optimizers:
         list(_that_follow(optimizer, names, rescaled=log_scale is not None))
     graph.require_verified()
@@ -106,7 +103,7 @@ def _move_all(
             for name, tensor in _moved(graph, held, power, permutation, log_scale).items():
                 if tensor is not held[name]:
                     held[name].copy_(tensor)
-    for statistics, prefix in swag:
+    for statistics, prefix in followers.get("swag", ()):
         for kind, power in _SWAG.items():
             keys = {name: f"{prefix}{name}{kind}" for name in graph.shapes if f"{prefix}{name}{kind}" in statistics}
             tensors = {}
