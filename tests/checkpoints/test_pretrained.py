@@ -16,8 +16,6 @@ import tu_symmetry as tus
 from tu_symmetry import cli
 from tu_symmetry.checkpoints.architecture import ArchitectureError
 from tu_symmetry.checkpoints.pretrained import Pretrained
-from tu_symmetry.symmetry.running import probe
-from tu_symmetry.symmetry.running.weights import random_state
 
 UNET = {"sample_size": 8, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 CROSS_DOWN, CROSS_UP = "CrossAttnDownBlock2D", "CrossAttnUpBlock2D"
@@ -124,24 +122,6 @@ def test_folders_merge_with_ratios_and_permuted_copies_merge_into_themselves(nam
     aligned = tus.align(graph.without(*outside), [two.state_dict()], reference=state).states[0]
     for n, t in merged.items():
         torch.testing.assert_close(t, aligned[n].detach(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_weights_of_half_precision_are_widened_where_they_are_used(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No operator of these networks falls back to copies of all weights, which at full size would not fit."""
-    kind, config = CONFIGS[name]
-    defaults = dict(getattr(diffusers, kind)(**config).config)
-    folder = Pretrained(Path("config.json"), {"_class_name": kind, **defaults})
-    module = folder.build()
-    assert not any(p.any() for p in module.parameters()), "no values"
-    network = probe.Probe.of(module, *folder.inputs())
-    half = random_state(network.module, torch.Generator().manual_seed(0), dtype=torch.float16)
-    expected = network.run({n: t.double() if t.is_floating_point() else t for n, t in half.items()})
-    monkeypatch.setattr(probe, "LARGE", 0)
-    found = network.run(half)
-    assert network.large(half), "weights were copied"
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def test_what_a_folder_has_to_say(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_other_precisions(case: Case, dtype: torch.dtype) -> None:
 def test_pairs_in_a_collection() -> None:
     """After a first batch by which all states that could be equal are: networks in canonical form, one of two right."""
     eye = torch.eye(2, dtype=torch.float64)
-    form = tus.remove_symmetries(graph(), networks(4, 0), scale="unit_norm", sort="max")
+    form = tus.remove_symmetries(graph(), networks(4, 0), scale="unit_norm")
     even = {"probs_a": eye, "probs_b": eye[:1].expand(2, 2), "probs": eye.expand(3, 2, 2), "permutation": [1, 0]}
     batches: list[Batch] = [
         even | {"states": form, "reference": True},

@@ -33,14 +33,14 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
 
 
+MODEL = network().eval()
+
+
 @functools.cache
 def graph() -> tus.SymmetryGraph:
-    found = tus.discover_symmetries(network(), torch.zeros(2, 4))
+    found = tus.discover_symmetries(MODEL, torch.zeros(2, 4))
     found.require_verified()
     return found
-
-
-MODEL = network().eval()
 
 
 def state(seed: int = 0) -> State:
@@ -91,15 +91,12 @@ ONE: dict[str, Callable[[State], Any]] = {
     "align": lambda s: tus.align(graph(), [state(1), s]),
     "merge": lambda s: tus.merge(graph(), [state(1), s], MODEL),
     "merge reference": lambda s: tus.merge(graph(), [state(1), state(2)], MODEL, reference=s),
-    "align medoid": lambda s: tus.align(graph(), [state(1), s], reference="medoid"),
-    "align mean": lambda s: tus.align(graph(), [state(1), s], reference="mean"),
     "align universe": lambda s: tus.align(graph(), [state(1), s], reference="universe"),
     "align reference": lambda s: tus.align(graph(), [state(1)], reference=s),
     "align activation": lambda s: tus.align(
         graph(), [state(1), s], match_on="activations", model=MODEL, dataloader=loader()
     ),
     "canonicalize": lambda s: tus.canonicalize(graph(), s),
-    "canonicalize unit_norm": lambda s: tus.canonicalize(graph(), s, method="unit_norm"),
     "representation_cost": lambda s: tus.representation_cost(graph(), s),
     "representation_costs": lambda s: functional.representation_costs(graph(), s),
     "RepresentationCost": lambda s: tus.RepresentationCost(graph()).update(s),
@@ -137,8 +134,8 @@ STACK: dict[str, Callable[[State], Any]] = {
 
 
 # what looks at the values of the weights; an action alone needs none
-VALUED = ("canonicalize", "canonicalize unit_norm", "representation_cost", "representation_costs", "RepresentationCost",
-          "mass_profile", "remove_symmetries", "weight_matching", "align", "CompactPosterior.from_states")  # fmt: skip
+VALUED = ("canonicalize", "representation_cost", "representation_costs", "RepresentationCost", "mass_profile",
+          "remove_symmetries", "weight_matching", "align", "CompactPosterior.from_states")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", VALUED)
@@ -148,22 +145,13 @@ def test_a_state_without_values_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_state_of_another_kind_is_named(kind: str) -> None:
-    good = state()
-    for name, call in ONE.items():
-        either = kind == "complex" and name.startswith("interpolate")  # which of the two is meant, nobody knows
-        with pytest.raises(tus.SymmetryError, match=NAMED if either else BAD[kind][1]) as caught:
-            call(spoiled(kind, good))
-        assert NAMED in str(caught.value), name
-
-
-@pytest.mark.parametrize("kind", BAD)
-def test_a_stack_of_another_kind_is_named(kind: str) -> None:
-    good = stacked(state(0), state(1), state(2))
-    for name, call in STACK.items():
-        with pytest.raises(tus.SymmetryError, match=BAD[kind][1]) as caught:
-            call(spoiled(kind, good))
-        assert NAMED in str(caught.value), name
+def test_a_state_or_a_stack_of_another_kind_is_named(kind: str) -> None:
+    for calls, good in ((ONE, state()), (STACK, stacked(state(0), state(1), state(2)))):
+        for name, call in calls.items():
+            either = kind == "complex" and name.startswith("interpolate")  # which of the two is meant, nobody knows
+            with pytest.raises(tus.SymmetryError, match=NAMED if either else BAD[kind][1]) as caught:
+                call(spoiled(kind, good))
+            assert NAMED in str(caught.value), name
 
 
 @pytest.mark.parametrize("kind", sorted(KINDLESS))
@@ -207,11 +195,10 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
 @pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], network()])
 def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
-        if (name == "align reference" and isinstance(given, str)) or (name.endswith("s reference") and given is None):
-            continue  # the name of a reference; none
-        file = isinstance(given, str) and name.startswith(("merge", "average"))
-        if file or (given is None and name == "merge reference"):
-            continue  # a file; no reference, of networks that are aligned already
+        if isinstance(given, str) and name.startswith(("align reference", "merge", "average")):
+            continue  # the name of a reference; a file
+        if given is None and (name.endswith("s reference") or name == "merge reference"):
+            continue  # no reference
         with pytest.raises(TypeError, match=r"not a state dict|not a list of state dicts"):
             call(given)
 
@@ -223,10 +210,8 @@ def test_elements_that_are_no_tensors_are_named(bad: Any) -> None:
     calls: list[Callable[[], Any]] = [
         lambda: tus.apply_permutation(graph(), wrong_p, state()),
         lambda: tus.apply_scale(graph(), wrong_s, state()),
-        lambda: tus.compose(wrong_p, p),
         lambda: tus.compose(p, wrong_p),
         lambda: tus.invert(wrong_p),
-        lambda: tus.transposition_count(wrong_p),
         lambda: tus.TranspositionCount().update(wrong_p),
         lambda: tus.weight_matching(graph(), state(), state(1), solver="descent", init=wrong_p),
     ]
@@ -236,11 +221,10 @@ def test_elements_that_are_no_tensors_are_named(bad: Any) -> None:
 
 
 def test_a_state_is_compared_with_the_kind_that_discovery_saw() -> None:
-    model = nn.Sequential(nn.Linear(4, 6, dtype=torch.complex64), nn.Linear(6, 3, dtype=torch.complex64))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)).to(torch.complex64)
     found = tus.discover_symmetries(model, torch.randn(2, 4, dtype=torch.complex64))
-    assert set(found.kinds.values()) == {"complex"}
     good = model.state_dict()
-    assert found.check_state(good) == 0
+    assert set(found.kinds.values()) == {"complex"} and found.check_state(good) == 0
     with pytest.raises(tus.SymmetryError, match=r"0.weight.* torch.float32, but .* complex numbers; .*complex64"):
         found.check_state({**good, "0.weight": good["0.weight"].real.contiguous()})
     with pytest.raises(tus.SymmetryError, match=r"0.weight.* NaN or infinite"):

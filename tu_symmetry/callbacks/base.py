@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -27,16 +27,9 @@ from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.symmetry.certificate import UncertifiedWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.in_place import Followers
 
 T = TypeVar("T")
-
-
-class Followers(TypedDict):
-    """What has to follow a network's weights: arguments of ``permute_in_place`` and ``scale_in_place``."""
-
-    mirrors: list[nn.Module]
-    swag: list[tuple[dict[str, Tensor], str]]
-    optimizers: list[torch.optim.Optimizer]
 
 
 class SymmetryCallback(ScheduledCallback):

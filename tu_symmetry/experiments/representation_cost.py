@@ -18,7 +18,7 @@ from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.scaling.canonical import canonicalize
-from tu_symmetry.scaling.profiles import mass_profile
+from tu_symmetry.scaling.masses import mass_profile
 from tu_symmetry.tables.logs import last_weights, logged_curve
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import Found, Report

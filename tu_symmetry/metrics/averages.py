@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from tu_symmetry.metrics.base import AverageMetric
 from tu_symmetry.metrics.functional.diversity import pairwise_mutual_information
 from tu_symmetry.metrics.functional.predictive import predictive_agreement, predictive_total_variation
 from tu_symmetry.metrics.functional.representation import representation_costs
-from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.symmetry.elements import check_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -100,7 +99,7 @@ class RepresentationCost(AverageMetric):
 
     higher_is_better = False
 
-    def __init__(self, graph: SymmetryGraph, *, parameters: Parameters | None = None, **kwargs: Any) -> None:
+    def __init__(self, graph: SymmetryGraph, *, parameters: Iterable[str] | None = None, **kwargs: Any) -> None:
         super().__init__(shape=(3,), **kwargs)
         self.graph, self.counted = graph, parameters
 

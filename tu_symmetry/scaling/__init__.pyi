@@ -1,3 +1,3 @@
 from .canonical import CanonicalForm as CanonicalForm
-from .profiles import MassProfile as MassProfile
-from .profiles import mass_profile as mass_profile
+from .masses import MassProfile as MassProfile
+from .masses import mass_profile as mass_profile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.scaling.masses import MassPoint, MassTables, Parameters, counted_parameters, filter_counts
+from tu_symmetry.scaling.masses import MassPoint, MassTables, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors
@@ -35,17 +35,13 @@ class CanonicalForm(Brief):
         log_scale: natural-log factors that were applied, group name to float64 ``[size]``.
         mass_before: squared L2 norm of the counted parameters as given.
         mass_after: the same in canonical form.
-        gradient_norm: certificate for ``min_mass``: norm of the objective's gradient in the log-factors, relative to
-            the mass (zero at the optimum of a convex function); NaN for ``unit_norm``.
-        relative_gap: certificate for ``min_mass``: upper bound of how far the objective is above its minimum, relative
-            to the mass, from a feasible point of the dual problem; NaN for ``unit_norm``.
+        gradient_norm: for ``min_mass`` the norm of the objective's gradient, relative to the mass; else NaN.
+        relative_gap: for ``min_mass`` a certified bound of how far the objective is above its minimum, relative to the
+            mass; else NaN.
         iterations: Newton steps (0 for ``unit_norm``).
-        degenerate: group name to the numbers of the factors for which there is no canonical value: their mass lies on
-            one side only, so that it could be scaled away altogether (dead units, which nothing feeds or nothing
-            reads), or they have no mass at all. See ``canonicalize(degenerate=...)`` for what becomes of them.
-        unfixed: names of the normalization groups that were left as they are: the mass could shrink without end there.
-        certificate: by how much the outputs on the graph's example inputs changed, beside what rounding explains
-            (:func:`~tu_symmetry.certify`); None where nothing was measured.
+        degenerate: group name to the numbers of the factors for which there is no canonical value: dead units, which
+            nothing feeds or nothing reads, so that their mass could be scaled away altogether.
+        certificate: the change of the outputs, see :func:`~tu_symmetry.certify`; None where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
     """
 
@@ -57,7 +53,6 @@ class CanonicalForm(Brief):
     relative_gap: float
     iterations: int
     degenerate: dict[str, Tensor]
-    unfixed: tuple[str, ...]
     certificate: Certificate | None = None
     uncertified: str = ""
 
@@ -67,7 +62,7 @@ def canonicalize(
     state: Mapping[str, Tensor],
     *,
     method: Method = "min_mass",
-    parameters: Parameters | None = None,
+    parameters: Iterable[str] | None = None,
     normalizations: Convention = "leave",
     degenerate: Convention = "leave",
     tolerance: float = 1e-12,
@@ -88,40 +83,33 @@ def canonicalize(
         graph: the architecture's symmetry graph (verified on first use).
         state: state dict.
         method: ``min_mass`` or ``unit_norm``.
-        parameters: the tensors whose squared norm counts, as the regularizer counts them: names, patterns
-            (``"*.weight"``) or a predicate of the name; all parameters if left out. Everything is rescaled
-            consistently either way. Only ``min_mass`` and the reported masses depend on it.
+        parameters: names or patterns (``"*.weight"``) of the tensors whose squared norm counts, as the regularizer
+            counts them; all parameters if left out. Only ``min_mass`` and the reported masses depend on it.
         normalizations: what becomes of weights before a normalization, which could shrink without end: held
-            (``leave``), or the counted weights of each factor get ``unit_norm`` (a channel's filter before batch
-            normalization) or, where it multiplies several filters (a layer before layer normalization), a norm of one
-            on average over them, by their mean square. Running statistics move along.
+            (``leave``), or the counted filters of each factor get a norm of one (``unit_norm``), on average over them
+            where there are several. Running statistics move along.
         degenerate: what becomes of factors without a minimum (``min_mass``): held at one (``leave``), or the side that
-            has mass gets ``unit_norm``. Factors without any mass, and dead cycles of units that only feed each other,
-            are left alone.
+            has mass gets ``unit_norm``. Dead cycles of units that only feed each other are left alone.
         tolerance: on the relative gradient norm (``min_mass``).
-        certify: measure on the graph's example inputs that the outputs stay the same: some six forward passes in
-            float64 on the CPU, where the graph holds a network to run.
+        certify: measure on the graph's example inputs that the outputs stay the same.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights, double-precision weights whose squares
-            leave the range of float64, or a canonical form that leaves the range of the state's dtype; outputs that
-            changed by more than rounding explains.
+        SymmetryError: a state of another architecture, NaN or infinite weights, weights whose squares leave the range
+            of float64, a form that leaves the range of the state's dtype, or outputs that changed by more than
+            rounding explains.
         ValueError: unknown methods, conventions or parameters, or a stack of states.
         RuntimeError: no convergence; the message says how far it came.
     """
     graph.require_verified()
-    if graph.check_state(state, finite=False):
+    if graph.check_state(state):
         raise ValueError("canonicalize takes one state; unstack a stack of samples and canonicalize each")
-    # a sum is faster than a look at each entry; what has no values at all is for the check to name
-    if any(t.is_meta for t in state.values()) or not all(bool(torch.isfinite(t.sum())) for t in state.values()):
-        graph.check_state(state)
     for option, value, known in (
-        ("method", method, Method),
-        ("normalizations", normalizations, Convention),
-        ("degenerate", degenerate, Convention),
+        ("method", method, get_args(Method)),
+        ("normalizations", normalizations, get_args(Convention)),
+        ("degenerate", degenerate, get_args(Convention)),
     ):
-        if value not in get_args(known):
-            raise ValueError(f"{option} must be {' or '.join(map(repr, get_args(known)))}, got {value!r}")
+        if value not in known:
+            raise ValueError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
     fixing = normalizations == "unit_norm"
     groups = (*graph.scales, *graph.normalizations) if fixing else graph.scales
     tables = MassTables(graph, state, parameters, normalizations=fixing)
@@ -130,8 +118,8 @@ def canonicalize(
     counted = counted_parameters(graph, parameters)
     if not start.value < _LARGEST or (start.value == 0 and any(bool(state[n].any()) for n in counted)):
         raise SymmetryError(
-            f"the squared norm of these weights is {start.value:.1e}: such squares leave the range of float64, as "
-            "those of a diverged run or a damaged file do"
+            f"the squared norm of these weights is {start.value:.1e}: such squares leave the range of float64 "
+            "(a diverged run, a damaged file)"
         )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
@@ -156,28 +144,19 @@ def canonicalize(
         found.relative_gap,
         found.iterations,
         {name: own for name, own in numbers.items() if len(own)},
-        () if fixing else tuple(g.name for g in graph.normalizations),
         certificate,
         uncertified,
     )
 
 
 def representation_cost(
-    graph: SymmetryGraph,
-    state: Mapping[str, Tensor],
-    *,
-    parameters: Parameters | None = None,
-    normalizations: Convention = "leave",
-    degenerate: Convention = "leave",
+    graph: SymmetryGraph, state: Mapping[str, Tensor], *, parameters: Iterable[str] | None = None
 ) -> float:
     """Least squared L2 norm over positive rescalings: ``min_Lambda ||T_s(w, Lambda)||^2`` (arXiv 2310.08287, sec. 6).
 
-    Directions without a minimum (dead units, weights before a normalization) count as :func:`canonicalize` leaves or
-    fixes them.
+    Dead units and weights before a normalization count as they are. ``parameters`` is that of :func:`canonicalize`.
     """
-    return canonicalize(
-        graph, state, parameters=parameters, normalizations=normalizations, degenerate=degenerate, certify=False
-    ).mass_after
+    return canonicalize(graph, state, parameters=parameters, certify=False).mass_after
 
 
 def _least(
@@ -203,8 +182,8 @@ def _unit_scales(
     """Log-factors that give every unit's maker unit norm; over the filters of a normalization group on average.
 
     A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to back:
-    each by its first maker (in the state dict's order) that is fed by settled groups alone. Where groups only feed each
-    other, the first takes the others as they are. With the log-factors comes a mask of the units whose maker is zero.
+    each by its first maker that is fed by settled groups alone. Where groups only feed each other, the first takes the
+    others as they are. With the log-factors comes a mask of the units whose maker is zero.
     """
     whole = len(groups) > len(graph.scales)
     sizes = torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")

@@ -8,38 +8,31 @@ whose scaled masses ``diag(a) M diag(b)`` never have to be formed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from scipy.optimize import brentq
 from scipy.sparse import csr_array
 from torch import Tensor
 
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Parameters = Iterable[str] | Callable[[str], bool]
 Terms = tuple[tuple[float, Tensor], ...]
 Array = npt.NDArray[np.float64]
-_PIECE = 65536  # entries
 
 
-def counted_parameters(graph: SymmetryGraph, parameters: Parameters | None = None) -> frozenset[str]:
+def counted_parameters(graph: SymmetryGraph, parameters: Iterable[str] | None = None) -> frozenset[str]:
     """Names of the tensors whose squared norm counts, as the graph calls them; all parameters for None.
 
-    They are given by names or shell patterns (``"*.weight"``), for a tied tensor by any of its names, or a predicate.
-
-    Raises:
-        ValueError: for a name or pattern that fits no tensor.
+    They are given by names or shell patterns (``"*.weight"``); what fits no tensor is a ValueError.
     """
     trainable = [name for name in graph.shapes if name not in graph.buffers]
     if parameters is None:
         return frozenset(trainable)
-    if callable(parameters):
-        return frozenset(name for name in trainable if parameters(name))
     found: set[str] = set()
     for pattern in [parameters] if isinstance(parameters, str) else parameters:
         hits = {n for n in graph.shapes if any(a == pattern or fnmatchcase(a, pattern) for a in graph.aliases[n])}
@@ -76,10 +69,8 @@ class Table:
             return cls(matrix.reshape(-1), tuple(rows))
         matrix, row_terms = _merged(matrix, rows)
         transposed, column_terms = _merged(matrix.T, columns)
-        broadcast = tuple((c, i.unsqueeze(1)) for c, i in row_terms) + tuple(
-            (c, i.unsqueeze(0)) for c, i in column_terms
-        )
-        return cls(transposed.T, broadcast, (row_terms, column_terms))
+        broadcast = [(c, i.unsqueeze(1)) for c, i in row_terms] + [(c, i.unsqueeze(0)) for c, i in column_terms]
+        return cls(transposed.T, tuple(broadcast), (row_terms, column_terms))
 
 
 def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, Terms]:
@@ -105,7 +96,7 @@ class MassTables:
         self,
         graph: SymmetryGraph,
         state: Mapping[str, Tensor],
-        parameters: Parameters | None = None,
+        parameters: Iterable[str] | None = None,
         *,
         normalizations: bool = False,
     ) -> None:
@@ -129,14 +120,11 @@ class MassTables:
             else:
                 self.tables.append(Table.of(square, terms))
 
-    @cached_property
-    def layout(self) -> Layout:
-        """The tables, laid out for fast evaluation."""
-        return Layout(self.tables, self.count)
+        self._layout = Layout(self.tables, self.count)
 
     def at(self, log_scale: Array) -> MassPoint:
         """The mass at log-factors ``[count]``."""
-        return MassPoint(self.layout, log_scale, self.fixed)
+        return MassPoint(self._layout, log_scale, self.fixed)
 
     def along(self, direction: Tensor) -> dict[float, float]:
         """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
@@ -257,15 +245,67 @@ def _held(index: Tensor, count: int) -> Tensor | None:
 
 def _squares(tensor: Tensor, axes: list[int]) -> Tensor:
     """Squares in float64, summed over some axes, which stay with size one."""
-    if len(axes) == tensor.ndim:
-        return torch.linalg.vector_norm(tensor, dtype=torch.float64).square().reshape([1] * tensor.ndim)
-    kept = tensor.ndim - len(axes)
-    if axes and axes[0] == kept:  # a kernel's positions come last: piece by piece, within the cache
-        entries = tensor.reshape(math.prod(tensor.shape[:kept]), -1)
-        ones = torch.ones(entries.shape[1], dtype=torch.float64, device="cpu")
-        pieces = entries.split(max(1, _PIECE // max(1, entries.shape[1])))
-        return torch.cat([piece.double().square() @ ones for piece in pieces]).reshape(
-            *tensor.shape[:kept], *[1] * len(axes)
-        )
     square = tensor.to(torch.float64, copy=True).square_()  # in place: large layers stand here as they are
     return square.sum(axes, keepdim=True) if axes else square
+
+
+@dataclass(frozen=True)
+class MassProfile:
+    """The mass along one scale direction for each group.
+
+    Attributes:
+        log_factors: natural-log factors, the same for every group.
+        masses: group name to the squared L2 norm when all units of the group are scaled by each factor.
+        mass: the squared norm of the network as given (factor one).
+        minima: group name to the log-factor of least mass; infinite where the mass lies on one side only.
+    """
+
+    log_factors: Tensor
+    masses: dict[str, Tensor]
+    mass: float
+    minima: dict[str, float]
+
+
+def mass_profile(
+    graph: SymmetryGraph, state: Mapping[str, Tensor], log_factors: Sequence[float] | Tensor
+) -> MassProfile:
+    """Squared L2 norm against a common factor on all units of each scale group (arXiv 2310.08287, section 6).
+
+    Along a plain hidden layer the mass is ``a e^(2s) + b e^(-2s) + c`` for the natural-log factor ``s``, with its
+    minimum at ``s = log(b / a) / 4``; a network in ``min_mass`` form has every profile's minimum at ``s = 0``.
+
+    Raises:
+        SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: for a stack of states.
+    """
+    if graph.check_state(state):
+        raise ValueError("mass_profile takes one state; unstack a stack of samples and profile each")
+    tables = MassTables(graph, state)
+    points = torch.as_tensor(log_factors, dtype=torch.float64, device="cpu")
+    masses, minima, start = {}, {}, 0
+    for group in graph.scales:
+        direction = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
+        direction[start : start + group.size] = 1.0
+        parts = tables.along(direction)
+        exponents, weights = (
+            torch.tensor(list(x), dtype=torch.float64, device="cpu") for x in (parts.keys(), parts.values())
+        )
+        masses[group.name] = torch.exp(weights.log() + 2 * points.unsqueeze(-1) * exponents).sum(-1)
+        minima[group.name] = _minimum(exponents, weights)
+        start += group.size
+    return MassProfile(points, masses, tables.at(np.zeros(tables.count)).value, minima)
+
+
+def _minimum(exponents: Tensor, weights: Tensor) -> float:
+    """The zero of the derivative of ``sum w exp(2 c s)`` in s."""
+    up, down = exponents > 0, exponents < 0
+    rises, falls = bool((weights[up] > 0).any()), bool((weights[down] > 0).any())
+    if not (rises and falls):
+        return float("-inf") if rises else float("inf") if falls else 0.0
+    terms = weights.log() + exponents.abs().log()
+
+    def slope(s: float) -> float:
+        moved = terms + 2 * exponents * s
+        return float(torch.logsumexp(moved[up], 0) - torch.logsumexp(moved[down], 0))
+
+    return float(brentq(slope, -400.0, 400.0, xtol=1e-14))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
+from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from tu_symmetry.scaling.masses import Array, MassPoint, MassTables, Table, Terms
@@ -41,12 +42,9 @@ def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: A
     """Minimize ``F(s) - 2 targets . s`` over the active factors, bool ``[count]``; the others stay at one.
 
     Sweeps with the closed-form step of single factors come first, then Newton steps by preconditioned conjugate
-    gradients, until the gradient's norm relative to the mass is below ``tolerance``. The certificate: with the Newton
-    step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual problem if they are positive, and then its
-    value is below the objective by ``u . H u`` at most.
-
-    Raises:
-        RuntimeError: no convergence; the message says how far it came.
+    gradients, until the gradient's norm relative to the mass is below ``tolerance``; a RuntimeError if that is never
+    reached. The gap: with the Newton step ``u``, the masses ``m (1 + 2 c . u)`` are feasible for the dual problem if
+    they are positive, and then its value is below the objective by ``u . H u`` at most.
     """
     if not active.any():
         return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0.0, 0)
@@ -55,7 +53,9 @@ def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: A
     for iteration in range(_STEPS + 1):
         gradient = np.where(active, point.gradient() - 2 * targets, 0.0)
         relative = math.sqrt(float(gradient @ gradient)) / max(point.value, _TINY)
-        step = _newton_step(point, gradient, active, _forcing(relative, tolerance))
+        # a relative residual for quadratic convergence, no smaller than the tolerance asks for; at last for the gap
+        forcing = min(0.1, max(relative, 0.1 * tolerance / relative, 1e-8)) if relative > tolerance else 0.1
+        step = _newton_step(point, gradient, active, forcing)
         decrement = -float(gradient @ step)
         if relative <= tolerance:
             gap = decrement / max(point.value, _TINY)
@@ -84,11 +84,7 @@ def _objective(point: MassPoint, targets: Array, s: Array) -> float:
 
 
 def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -> tuple[Array, MassPoint, float]:
-    """Exact steps of every factor between fixed neighbors, or half of them if that is better, while they pay.
-
-    Whole steps are the solution where no two factors meet in one tensor, as between normalizations; half steps always
-    descend (at most two factors meet in an entry). The size that was better first is tried alone afterwards.
-    """
+    """Exact steps of every factor between fixed neighbors, or half of them (which always descend), while they pay."""
     s, point = np.zeros(tables.count), start
     value = _objective(point, targets, s)
     sizes = [1.0, 0.5]
@@ -116,37 +112,16 @@ def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -
     return s, point, value
 
 
-def _forcing(relative: float, tolerance: float) -> float:
-    """Relative residual for a Newton step: for quadratic convergence, but no more than the tolerance asks for."""
-    if relative <= tolerance:
-        return 0.1  # the step is only for the certificate
-    return min(0.1, max(relative, 0.1 * tolerance / relative, 1e-8))
-
-
 def _newton_step(point: MassPoint, gradient: Array, active: Mask, forcing: float) -> Array:
-    """Solve Hessian x = -gradient by preconditioned conjugate gradients to a relative residual."""
-    scaling = np.where(active, 1 / np.maximum(point.curvature_diagonal(), _TINY), 1.0)
-    x = np.zeros_like(gradient)
-    residual = -gradient
-    z = residual * scaling
-    direction = z
-    rz = float(residual @ z)
-    goal = forcing**2 * rz
-    for _ in range(500):
-        product = np.where(active, point.curvature_product(direction), 0.0)
-        curvature = float(direction @ product)
-        if curvature <= 0.0:
-            break
-        alpha = rz / curvature
-        x += alpha * direction
-        residual = residual - alpha * product
-        z = residual * scaling
-        new = float(residual @ z)
-        if new <= goal:
-            break
-        direction = z + (new / rz) * direction
-        rz = new
-    return x
+    """Solve Hessian x = -gradient, scaled to a diagonal of one, by conjugate gradients to a relative residual."""
+    root = np.sqrt(np.where(active, 1 / np.maximum(point.curvature_diagonal(), _TINY), 1.0))
+
+    def product(direction: Array) -> Array:
+        return root * np.where(active, point.curvature_product(root * direction), 0.0)
+
+    hessian = LinearOperator((len(root), len(root)), matvec=product, dtype=np.float64)
+    solution, _ = cg(hessian, -root * gradient, rtol=forcing, atol=0.0, maxiter=500)
+    return root * solution
 
 
 def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Tensor:
@@ -155,9 +130,6 @@ def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Te
     In such a direction ``d`` no entry grows: ``sum_t c_t d_t <= 0`` wherever there is mass. What this says of the sign
     of single factors is carried from table to table, as signals are from the inputs to the outputs and back: a unit
     that hears an input and is heard by an output has ``d = 0``. What that leaves open is decided by linear programming.
-
-    Returns:
-        A mask ``[count]``.
     """
     padding = np.ones(1, dtype=np.bool_)
     sinks = np.concatenate([(~active | (targets < 0)).numpy(), padding])  # d <= 0 is proven

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.scaling.canonical import Method, canonicalize
-from tu_symmetry.states import as_given
+from tu_symmetry.states import as_given, sample_count
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
 
-Key = Literal["max", "first"]
 _TIE_BREAKERS = 8
 
 
@@ -31,41 +29,37 @@ def remove_symmetries(
     state: Mapping[str, Tensor],
     *,
     scale: Method | None = "min_mass",
-    sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
     certify: bool = True,
 ) -> dict[str, Tensor]:
     """One representative of a network's orbit: canonical scale, then hidden units in canonical order.
 
-    Weights before a normalization and dead units get unit norm; residual streams and other tied axes are ordered as
-    one. The function is unchanged, where there are normalizations up to their epsilons.
+    Weights before a normalization and dead units get unit norm. Units are sorted by their largest incoming weight,
+    descending; ties are broken by their other incoming weights and then by all other weights that belong to them. The
+    function is unchanged, where there are normalizations up to their epsilons.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         state: state dict, or a stack of states with one leading sample axis; each sample is treated by itself.
         scale: canonical scale, see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
-        sort: how units are ordered, descending: by their largest incoming weight (the paper's text), or the first (its
-            code). Ties are broken by the units' other incoming weights and then by all other weights that belong to
-            them, each in order of size, and at last by the order that is given. Heads and other blocks are ordered in
-            the same way, after the units in them.
-        reference: a state dict to align to instead of sorting. Aligning is the better choice where nearby networks
-            should stay nearby: sorting tears apart units whose keys are almost equal.
-        certify: measure that the outputs of each network stay the same, as in ``canonicalize``. Where the graph holds
-            no network to run, an :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
+        reference: a state dict to align to instead of sorting, which tears apart units whose keys are almost equal.
+        certify: measure that the outputs of each network stay the same. Where the graph holds no network to run, an
+            :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs that changed by more than
             rounding explains.
-        ValueError: an unknown key, or a stack with several sample axes.
+        ValueError: a stack with several sample axes.
     """
-    lead = _lead(graph, state, sort)
+    graph.require_verified()
+    lead = graph.check_state(state)
     if lead > 1:
         raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
     target = None if reference is None else _scaled(graph, reference, scale)[1]
 
     def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         current = _scaled(graph, given, scale)[1]
-        current = permute_tensors(graph, _ordering(graph, current, sort, target), current)
+        current = permute_tensors(graph, _ordering(graph, current, target), current)
         name = "remove_symmetries"
         _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None)
         if reason and certify:
@@ -74,8 +68,7 @@ def remove_symmetries(
 
     if not lead:
         return representative(state)
-    count = len(next(iter(state.values())))
-    samples = [representative({name: t[i] for name, t in state.items()}) for i in range(count)]
+    samples = [representative({name: t[i] for name, t in state.items()}) for i in range(sample_count(state))]
     return as_given(state, {name: torch.stack([s[name] for s in samples]) for name in state})
 
 
@@ -84,28 +77,19 @@ def removal_element(
     state: Mapping[str, Tensor],
     *,
     scale: Method | None = "min_mass",
-    sort: Key = "max",
     reference: Mapping[str, Tensor] | None = None,
 ) -> tuple[LogScale, Permutation]:
     """The group element by which :func:`remove_symmetries` moves one network: its log-factors, then its permutation.
 
     Applied to any of the network's tensors it gives that tensor of the representative, so that tensors can be compared
-    one by one where whole networks do not fit into memory. ``reference`` is brought to the same scale, as there.
+    one by one where whole networks do not fit into memory.
     """
-    if _lead(graph, state, sort):
+    graph.require_verified()
+    if graph.check_state(state):
         raise ValueError("removal_element takes one state, this is a stack: call it for each of its networks")
     log_scale, current = _scaled(graph, state, scale)
-    return log_scale, _ordering(
-        graph, current, sort, None if reference is None else _scaled(graph, reference, scale)[1]
-    )
-
-
-def _lead(graph: SymmetryGraph, state: Mapping[str, Tensor], sort: Key) -> int:
-    """The number of sample axes of a state, which belongs to the graph."""
-    graph.require_verified()
-    if sort not in get_args(Key):
-        raise ValueError(f"unknown key {sort!r}: 'max' or 'first'")
-    return graph.check_state(state)
+    target = None if reference is None else _scaled(graph, reference, scale)[1]
+    return log_scale, _ordering(graph, current, target)
 
 
 def _scaled(
@@ -118,15 +102,13 @@ def _scaled(
     return form.log_scale, form.state
 
 
-def _ordering(
-    graph: SymmetryGraph, state: dict[str, Tensor], sort: Key, target: Mapping[str, Tensor] | None
-) -> Permutation:
+def _ordering(graph: SymmetryGraph, state: dict[str, Tensor], target: Mapping[str, Tensor] | None) -> Permutation:
     """What brings the units of a network into canonical order, or into that of a target."""
     if target is not None:
         return weight_matching(graph, target, state).permutation
     identity = whole = identity_permutation(graph)
     for group in _inner_first(graph):
-        order = _order(graph, group, state, sort)
+        order = {group.name: _order(graph, group, state)}
         state = permute_tensors(graph, order, state)
         whole = compose(identity | order, whole)
     return whole
@@ -177,17 +159,17 @@ def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:
     return [g for root in roots for g in family(root)]
 
 
-def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor], sort: Key) -> Permutation:
+def _order(graph: SymmetryGraph, group: PermutationGroup, state: Mapping[str, Tensor]) -> Tensor:
     """The permutation that sorts one group, descending."""
     incoming = incoming_member(graph, group)
     rows = unit_rows(graph, group, incoming, state)
-    key = rows[..., :1] if sort == "first" else rows.amax(-1, keepdim=True)
+    key = rows.amax(-1, keepdim=True)
     order, tied = _sorted(key)
     if tied:
         others = (unit_rows(graph, group, m, state) for m in group.members if m is not incoming)
         columns = [key, *(r.sort(dim=-1, descending=True).values[..., :_TIE_BREAKERS] for r in (rows, *others))]
         order, _ = _sorted(torch.cat(columns, dim=-1))
-    return {group.name: order}
+    return order
 
 
 def _sorted(keys: Tensor) -> tuple[Tensor, bool]:

@@ -48,7 +48,7 @@ def permute_tensors(
 
 
 def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """As :func:`permute_tensors`, but in the dictionary itself: what is in memory besides is one tensor."""
+    """As :func:`permute_tensors`, in the dictionary itself: besides it one tensor is in memory."""
     for name, steps in _steps(graph, permutation, tensors).items():
         tensors[name] = _stepped(tensors[name], steps)
 
@@ -106,14 +106,13 @@ def _steps(
     graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
 ) -> dict[str, list[Step]]:
     """For each name among the tensors the axes that have to be permuted, in order, and how."""
-    check_elements(permutation, "permutation")
+    check_permutation(permutation)
     known = {g.name: g for g in graph.permutations}
     for name, p in permutation.items():
         if name not in known:
             raise graph.unknown_group(name, known)
         if tuple(p.shape) != known[name].shape:
             raise SymmetryError(f"permutation[{name!r}] has shape {tuple(p.shape)}, the group {known[name].shape}")
-    check_permutation(permutation)
     # Nested groups first: a permutation names the units of a block by the block's old content, then blocks move whole.
     found = []
     for group in reversed(graph.permutations):
@@ -174,7 +173,6 @@ def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tens
 
     Returns:
         A new state dict that computes the same function (up to the normalizations' epsilon where a group is not exact).
-        Factors are computed in float64 and rounded once.
 
     Raises:
         SymmetryError: what does not belong to the graph, NaN, or weights that leave the range of their dtype.
@@ -192,35 +190,34 @@ def scale_tensors(
     ``power=-1`` moves gradients and momenta (they scale inversely to the weights), ``power=-2`` their squares.
     """
     scaled = as_given(tensors, tensors)
-    for parameter, logs in _log_factors(graph, log_scale, power):
-        for name in graph.aliases[parameter]:
-            if name in scaled:
-                if power == 1.0:
-                    _require_range(scaled[name], logs, name)
-                scaled[name] = scaled[name].clone()
-                _multiply_(scaled[name], logs)
+    for name, logs in _log_factors(graph, log_scale, tensors, power):
+        if power == 1.0:
+            _require_range(scaled[name], logs, name)
+        scaled[name] = scaled[name].clone()
+        _multiply_(scaled[name], logs)
     return scaled
 
 
 def scale_tensors_(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once."""
     require_range(graph, log_scale, tensors)
-    for parameter, logs in _log_factors(graph, log_scale, 1.0):
-        held = (tensors[name] for name in graph.aliases[parameter] if name in tensors)
-        for tensor in {id(tensor): tensor for tensor in held}.values():
-            _multiply_(tensor, logs)
+    done: set[int] = set()
+    for name, logs in _log_factors(graph, log_scale, tensors):
+        if id(tensors[name]) not in done:
+            _multiply_(tensors[name], logs)
+        done.add(id(tensors[name]))
 
 
 def require_range(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """Raise a SymmetryError if :func:`scale_tensors` would take a weight out of the range of its dtype."""
-    for parameter, logs in _log_factors(graph, log_scale, 1.0):
-        for name in graph.aliases[parameter]:
-            if name in tensors:
-                _require_range(tensors[name], logs, parameter)
+    for name, logs in _log_factors(graph, log_scale, tensors):
+        _require_range(tensors[name], logs, name)
 
 
-def _log_factors(graph: Symmetries, log_scale: LogScale, power: float) -> Iterator[tuple[str, list[Tensor]]]:
-    """The parameters that change, and float64 terms of the logarithms of their factors, which broadcast."""
+def _log_factors(
+    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], power: float = 1.0
+) -> Iterator[tuple[str, list[Tensor]]]:
+    """The names of tensors that change, and float64 terms of the logarithms of their factors, which broadcast."""
     check_elements(log_scale, "log_scale")
     groups = (*graph.scales, *graph.normalizations)
     known = {g.name for g in groups}
@@ -238,7 +235,7 @@ def _log_factors(graph: Symmetries, log_scale: LogScale, power: float) -> Iterat
     for parameter, terms in graph.scale_terms.items():
         logs = [power * term.exponent * flat[term.index] for term in terms]
         if any(log.any() for log in logs):
-            yield parameter, logs
+            yield from ((name, logs) for name in graph.aliases[parameter] if name in tensors)
 
 
 _SINGLE = 40.0  # sums of log-factors up to here keep single-precision factors normal, with room to spare
@@ -247,15 +244,11 @@ _LOST, _LOST_SUBNORMAL = 0.01, 0.5  # share of a tensor's norm that rounding bel
 
 
 def _multiply_(tensor: Tensor, logs: Sequence[Tensor]) -> None:
-    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece.
-
-    Factors that double precision does not hold become a product of several: 1e-200 exp(800) is 1e147, though exp(800)
-    overflows. The products on the way lie between the weight and the result.
-    """
+    """``tensor *= exp(sum(logs))``, rounded once; factors are made piece by piece."""
     ndim = max(log.ndim for log in logs)
     furthest = sum(float(log.abs().max()) for log in logs if log.numel())
     precision = torch.promote_types(tensor.dtype, torch.float64 if furthest > _SINGLE else torch.float32)
-    times = max(1, math.ceil(furthest / _DOUBLE))
+    times = max(1, math.ceil(furthest / _DOUBLE))  # exp(800) overflows, though 1e-200 exp(800) is 1e147
     for piece, rows in _pieces(tensor, tensor.ndim - ndim if ndim else None):
         factor = torch.ones((), dtype=torch.float64, device="cpu")
         for log in logs:  # a product over axes takes few exponentials
@@ -285,19 +278,11 @@ def _require_range(tensor: Tensor, logs: Sequence[Tensor], name: str) -> None:
     _multiply_(wide, logs)
     rounded = wide.to(sizes.dtype).double()
     norm = float(torch.where(finite, wide, 0.0).max())  # in units of the largest, whose square may leave the range
-    became = f"its largest entry {largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave"
-    if not torch.isfinite(rounded[finite]).all():
+    lost = float(((wide - rounded) / norm)[finite].norm() / (wide / norm)[finite].norm()) if norm > 0 else 1.0
+    if not lost <= (_LOST if largest >= held.tiny else _LOST_SUBNORMAL):
         raise SymmetryError(
-            f"{name!r} would leave the range of {tensor.dtype} (up to {held.max:.1e}) under this rescaling: {became} "
-            "the scale as it is"
-        )
-    lost = 1.0
-    if norm > 0:
-        lost = float(((wide - rounded) / norm)[finite].norm() / (wide / norm)[finite].norm())
-    if lost > (_LOST if largest >= held.tiny else _LOST_SUBNORMAL):
-        raise SymmetryError(
-            f"{name!r} would fall below the range of {tensor.dtype} (normal down to {held.tiny:.1e}) under this "
-            f"rescaling: {became} the scale as it is"
+            f"{name!r} would leave the range of {tensor.dtype} ({held.tiny:.1e} to {held.max:.1e}): its largest entry "
+            f"{largest:.1e} becomes {norm:.1e}. Convert the state to a wider dtype first, or leave the scale as it is"
         )
 
 

@@ -6,16 +6,18 @@ transformed: the change of the outputs, beside the change that the rounding of t
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.running.comparison import Difference, Reference
+from tu_symmetry.symmetry.running.comparison import Certificate as Certificate
+from tu_symmetry.symmetry.running.comparison import Reference
 from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.symmetries import Symmetries
@@ -32,41 +34,12 @@ _NO_NETWORK = (
 )
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """The change of a network's outputs from one state to another, and what rounding explains of it.
+class UncertifiedWarning(UserWarning):
+    """Weights were transformed, and nothing measured whether the network's outputs stayed the same."""
 
-    Both numbers are of the output entry that fares worst, relative to that entry's own scale: its
-    magnitude, or what it changes by when the weights change by their own size.
 
-    Attributes:
-        change: relative change; inf where integer outputs, or the places of NaN and infinite outputs, differ.
-        allowed: relative change that is explained by the rounding of the weights and of the computation, or by the
-            epsilon of a normalization (at most 1e-3).
-        dtype: the lowest precision among the weights that were rounded; float64 where weights only changed places.
-        outputs: number of output entries that were compared.
-    """
-
-    change: float
-    allowed: float
-    dtype: torch.dtype
-    outputs: int
-
-    @property
-    def holds(self) -> bool:
-        """Whether the change of the outputs is explained."""
-        return self.change <= self.allowed
-
-    @property
-    def _explains(self) -> str:
-        return f"rounding ({str(self.dtype).removeprefix('torch.')}) explains {self.allowed:.1e}"
-
-    def __str__(self) -> str:
-        entries = f"{self.outputs} output entr{'y' if self.outputs == 1 else 'ies'}"
-        if self.change == 0:
-            return f"outputs are the same ({entries})"
-        verb = "outputs are the same" if self.holds else "OUTPUTS CHANGED"
-        return f"{verb}: relative change {self.change:.1e}, {self._explains} ({entries})"
+class EpsilonWarning(UserWarning):
+    """The outputs changed by what the epsilon of a normalization makes of a rescaling, and not by much."""
 
 
 def certify(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Certificate:
@@ -95,51 +68,29 @@ def certify(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str,
             rounding[name] = max(rounding.get(name, 0.0), torch.finfo(kind).eps)
             real = torch.zeros((), dtype=kind, device="cpu").real.dtype if kind.is_complex else kind
             dtype = max(dtype, real, key=lambda d: torch.finfo(d).eps)
-    inexact = any(not g.exact for g in (*graph.scales, *graph.normalizations))
-    found = _difference(graph.probe, before, after, rounding, inexact=inexact)
-    return Certificate(found.change, found.allowed, dtype, found.outputs)
-
-
-def require_certificate(certificate: Certificate, name: str) -> Certificate:
-    """Refuse weights, which errors call ``name``, whose outputs changed by more than rounding explains."""
-    if not certificate.holds:
-        raise SymmetryError(
-            f"{name}: the outputs of the transformed network are not those of the one before. They change by "
-            f"{certificate.change:.1e} relative to their own scale; {certificate._explains}. Either the weights do not "
-            "belong to the network that the graph was discovered on (another configuration, inputs that take another "
-            "branch), or a symmetry is claimed wrongly: run verify_symmetries(graph, model, example_inputs) with "
-            "inputs like your data, and report the architecture if that passes."
-        )
-    return certificate
-
-
-def _difference(
-    probe: Probe,
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    rounding: Mapping[str, float],
-    *,
-    inexact: bool,
-) -> Difference:
-    """Compare the outputs of two states, of which tensors were rounded as told, by noise of the same size."""
+    probe = graph.probe
     outputs, moved = probe.run(before), probe.run(after)
     explained: list[Tensor] | None = None
-    if inexact and rounding:
+    if rounding and not _holds_exactly(graph):
         exact = probe.without_epsilons()
         explained = _epsilon_effect((outputs, exact.run(before)), (moved, exact.run(after)))
     reference = Reference(outputs)
     generator = torch.Generator().manual_seed(0)
     computation = COMPUTATION * probe.epsilon
     noise = max(computation, *rounding.values(), 0.0)
-    found = Difference(float("inf"), 0.0, 0)
     for draws in (1, 1, 2, 12):  # more for an entry that the first draws of the noise hardly moved by chance
         for _ in range(draws):
-            after_noise = probe.perturbed(before, lambda n: max(rounding.get(n, 0.0), computation), generator)
-            reference.change(outputs, after_noise, noise)
+            noisy = probe.run_perturbed(before, computation, generator, rounding)
+            reference.perturbed(outputs, noisy, noise)
         found = reference.difference(moved, FACTOR * noise, epsilon=probe.epsilon, explained=explained)
-        if found.holds or found.change == float("inf"):
+        if found.holds or found.change == math.inf:
             break
-    return found
+    return replace(found, dtype=dtype)
+
+
+def _holds_exactly(graph: Symmetries) -> bool:
+    """Whether no group holds up to the epsilon of a normalization only."""
+    return all(g.exact for g in (*graph.scales, *graph.normalizations))
 
 
 def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
@@ -157,16 +108,13 @@ def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors hold the same entries, in whatever order: by a sum of hashes of their bits."""
-    if a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    return _content(a) == _content(b)
+    alike = a.dtype == b.dtype and a.layout == b.layout == torch.strided
+    return alike and _content(a) == _content(b)
 
 
 def _content(tensor: Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    flat = flat + 0.0  # -0 is 0
+    flat = tensor.detach().cpu().contiguous()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).reshape(-1) + 0.0  # -0 is 0
     bits = flat.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[flat.element_size()])
     total = 0
     for piece in bits.split(2**16):  # which the processor's cache holds
@@ -176,15 +124,17 @@ def _content(tensor: Tensor) -> int:
     return total % 2**64
 
 
-# -- certificates as a by-product of transformations -------------------------------------------------------------------
-
-
-class UncertifiedWarning(UserWarning):
-    """Weights were transformed, and nothing measured whether the network's outputs stayed the same."""
-
-
-class EpsilonWarning(UserWarning):
-    """The outputs changed by what the epsilon of a normalization makes of a rescaling, and not by much."""
+def require_certificate(certificate: Certificate, name: str) -> Certificate:
+    """Refuse weights, which errors call ``name``, whose outputs changed by more than rounding explains."""
+    if not certificate.holds:
+        raise SymmetryError(
+            f"{name}: the outputs of the transformed network are not those of the one before. They change by "
+            f"{certificate.change:.1e} relative to their own scale; {certificate._explains}. Either the weights do not "
+            "belong to the network that the graph was discovered on (another configuration, inputs that take another "
+            "branch), or a symmetry is claimed wrongly: run verify_symmetries(graph, model, example_inputs) with "
+            "inputs like your data, and report the architecture if that passes."
+        )
+    return certificate
 
 
 def measured(
@@ -211,11 +161,15 @@ def measured(
         return None, "certify=False was passed"
     if graph.probe is None:
         return None, _NO_NETWORK
+    by_epsilon = None
     try:
         with _ONE_AT_A_TIME:
             found = None if rounded else _by_outputs(graph.probe, before, after, of_norm=False)
             found = found or certify(graph, before, after)
-            by_epsilon = None if found.holds else _epsilon_alone(graph, before, after, found.dtype)
+            if not found.holds and not _holds_exactly(graph):
+                exact = replace(graph, probe=graph.probe.without_epsilons())
+                if certify(exact, before, after).holds:  # the change is gone where normalizations have no epsilon
+                    by_epsilon = _by_outputs(graph.probe, before, after, of_norm=True)
     except SymmetryError as error:
         return None, f"the network could not be run with these weights: {error}"
     if by_epsilon is None or by_epsilon.change > _MODERATE:
@@ -228,26 +182,13 @@ def measured(
             EpsilonWarning,
             stacklevel=4,
         )
-    return by_epsilon, ""
-
-
-def _epsilon_alone(
-    graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor], dtype: torch.dtype
-) -> Certificate | None:
-    """The change of the outputs' norm, if it is gone where normalizations have no epsilon; None if it is not."""
-    probe = graph.probe
-    if probe is None or all(g.exact for g in (*graph.scales, *graph.normalizations)):
-        return None
-    if not certify(replace(graph, probe=probe.without_epsilons()), before, after).holds:
-        return None
-    found = _by_outputs(probe, before, after, of_norm=True)
-    return None if found is None else replace(found, dtype=dtype)
+    return replace(by_epsilon, dtype=found.dtype), ""
 
 
 def _by_outputs(
     probe: Probe, before: Mapping[str, Tensor], after: Mapping[str, Tensor], *, of_norm: bool
 ) -> Certificate | None:
-    """The change of the outputs, relative to their norm or to each entry by itself."""
+    """The change of the outputs, relative to their norm or to each entry by itself; None where that tells nothing."""
     worst, count = 0.0, 0
     for a, b in zip(probe.run(before), probe.run(after), strict=True):
         count += a.numel()

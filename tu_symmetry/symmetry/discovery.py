@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -21,12 +20,11 @@ from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
 from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.scale_groups import scale_groups
 from tu_symmetry.symmetry.sizes import left_out, with_defaults
 from tu_symmetry.symmetry.source import asks_for_mode, asks_for_sizes, never_named
 from tu_symmetry.symmetry.tracing import Trace, tied_names, trace, with_other_sizes
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 def discover_symmetries(
@@ -42,8 +40,7 @@ def discover_symmetries(
     play no role, and it is left as it is. A table of rules, one for each operator, follows which hidden units index the
     axes of every parameter and buffer; an operator without a rule pins what it touches. What the example does not read
     (rows of a table of positions beyond its length, parameters that it does not reach) is pinned, and a flag of
-    ``forward`` that no example gives is followed both ways: what is found holds beyond the example, and more examples
-    find more.
+    ``forward`` that no example gives is followed both ways.
 
     Args:
         model: any module; also one on the meta device (with inputs there), which holds no weights at all.
@@ -52,8 +49,7 @@ def discover_symmetries(
             whose one argument is a list takes it in a tuple, ``([image],)``.)
         example_kwargs: keyword arguments of ``forward``; a list of them for several examples.
         branches: where ``forward`` branches on the values of a tensor, ``"refuse"`` with an error that names the line,
-            or ``"record"`` the way that the example inputs take. What is found then holds for inputs that take the same
-            way.
+            or ``"record"`` the way that the example inputs take; what is found then holds for inputs of the same way.
 
     Raises:
         SymmetryError: if the module cannot be traced or copied, or inputs lie on another device.
@@ -63,7 +59,7 @@ def discover_symmetries(
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"the model is a {type(model).__name__}, not a torch.nn.Module. A checkpoint is no architecture: build the "
-            "network that its weights belong to, and pass that; weights play no role in discovery"
+            "network that its weights belong to, and pass that"
         )
     if reason := uncopyable(model, compiled=True):
         raise SymmetryError(f"discovery works on a copy of {type(model).__name__}, and {reason}")
@@ -71,19 +67,17 @@ def discover_symmetries(
     if packed:
         raise SymmetryError(
             f"the state dict of {type(model).__name__} holds {packed[0]!r}, which is no tensor (a quantized layer "
-            "packs its weights, for example); discover the symmetries of the network before it was quantized, and "
-            "transform that one"
+            "packs its weights, for example); discover the symmetries of the network before it was quantized"
         )
     examples = examples_of(example_inputs, example_kwargs)
     for example in examples:
         _require_one_device(model, example)
-    probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(0))
+    probe = Probe.of(model, example_inputs, example_kwargs)
     traces, training, trained_on = _passes(model, examples, record=branches == "record")
-    aliases = tied_names(model)
-    state = model.state_dict()
+    aliases, state = tied_names(model), model.state_dict()
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes = {name: tuple(state[name].shape) for name in aliases}
-    floating = _floating(model, aliases)
+    floating = _floating(state, aliases)
     unused = _unused(traces, floating, live=False)
     unreached = tuple(n for n in unused if n not in never_named(model, unused))
     sized = with_defaults(model, examples[0])
@@ -118,7 +112,7 @@ def discover_symmetries(
         unreached=unreached,
         left_out=tuple(name for name in never if name not in tried),
         training=training,
-        probe=probe.trained(trained_on, generator=torch.Generator().manual_seed(0)),
+        probe=probe.trained(trained_on),
     )
 
     def read(nestings: Nestings) -> tuple[SymmetryGraph, Ledger]:
@@ -150,7 +144,7 @@ def discover_symmetries(
 
 
 def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[SymmetryGraph, Ledger]:
-    """The reading that finds most, over nestings that are guessed and, where a guess was regretted, others."""
+    """The reading that finds most, over nestings that are guessed and, where that was regretted, others."""
 
     def size(graph: SymmetryGraph) -> tuple[float, int]:
         return graph.log10_permutations, sum(g.size for g in (*graph.scales, *graph.normalizations))
@@ -166,18 +160,17 @@ def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[Sym
     return graph, ledger
 
 
-def _could_meet(group: ScaleGroup, shapes: Shapes, shape: tuple[int, ...]) -> bool:
+def _could_meet(group: ScaleGroup, shapes: dict[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Whether a tensor of some shape could meet what a group rescales; a number could be added to anything."""
-    lengths = (
-        n
-        for m in group.members
-        for n in (shapes[m.parameter] if m.axis is None else shapes[m.parameter][m.axis : m.axis + 1])
-    )
+    lengths = set[int]()
+    for member in group.members:
+        own = shapes[member.parameter]
+        lengths.update(own if member.axis is None else (own[member.axis],))
     return math.prod(shape) == 1 or any(could_meet(n, shape) for n in lengths)
 
 
-def _floating(model: nn.Module, names: Collection[str]) -> list[str]:
-    return [n for n, t in model.state_dict().items() if n in names and (t.is_floating_point() or t.is_complex())]
+def _floating(state: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
+    return [n for n, t in state.items() if n in names and is_continuous(t)]
 
 
 def _unused(traces: Sequence[Trace], names: Sequence[str], *, live: bool) -> list[str]:
@@ -195,7 +188,8 @@ def _passes(
         return tuple(replace(t, example=k) for k, t in enumerate(found))
 
     evaluated = numbered([trace(model, args, kwargs, record=record) for args, kwargs in examples])
-    idle = set(_unused(evaluated, _floating(model, model.state_dict()), live=True))
+    state = model.state_dict()
+    idle = set(_unused(evaluated, _floating(state, state), live=True))
     ties = any(t.positions for t in evaluated)  # dropout makes equal numbers
     if not asks_for_mode(model) and not idle - never_named(model, idle) and not ties:
         return evaluated, "as evaluation", ()

@@ -1,4 +1,4 @@
-"""A symmetry graph as a picture: layers in rows, groups in lanes beside them, and a self-contained HTML page of it.
+"""A symmetry graph as a self-contained HTML page: layers in rows, groups in lanes beside them, tensors and groups.
 
 A group is a line down a lane, with a branch to each of the layers whose tensors it moves. Lanes are shared by groups
 that do not meet, as tracks of a railway station, so that a deep network stays narrow.
@@ -9,110 +9,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from html import escape
-from typing import Literal, NamedTuple
 
 from tu_symmetry.files import write_text
-from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
 from tu_symmetry.symmetry.report import TITLES, member_texts, shape_text, summary
-from tu_symmetry.symmetry.symmetries import Symmetries
+from tu_symmetry.symmetry.symmetries import Group, Symmetries
 
-Kind = Literal["permutation", "nested", "scale", "normalization"]
-NAME, NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of another one
-
-
-class Branch(NamedTuple):
-    """Where a group touches a layer: the layer's row, whether it moves what it makes and what it reads, the height."""
-
-    layer: int
-    makes: bool
-    reads: bool
-    y: float
-
-
-class Lane(NamedTuple):
-    """One group: its size as text (``12·64`` for 12 blocks of 64), its hue in degrees, its column from the left."""
-
-    name: str
-    kind: Kind
-    size: str
-    hue: float
-    column: int
-    branches: tuple[Branch, ...]
-
-
-class Layer(NamedTuple):
-    """One module that holds tensors: its path, the shape of its largest tensor, and where its box stands."""
-
-    name: str
-    shape: tuple[int, ...]
-    top: float
-    height: float
-
-
-class Layout(NamedTuple):
-    """A drawing in numbers: rows, lanes, and the height of it all."""
-
-    layers: tuple[Layer, ...]
-    lanes: tuple[Lane, ...]
-    columns: int
-    height: float
-
-
-def lay_out(graph: Symmetries) -> Layout:
-    """Rows and lanes for a graph; layers in the order of the state dict, lanes in the order in which they begin."""
-    rows: dict[str, list[str]] = {}
-    for name in graph.shapes:
-        rows.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    number = {parameter: k for k, held in enumerate(rows.values()) for parameter in held}
-    touched = [(group, where) for group in graph.groups() if (where := _touched(group, number))]
-    touched.sort(key=lambda pair: min(pair[1]))
-    heights: dict[tuple[int, int], float] = {}  # of the branch of a group in a row, from the row's upper edge
-    filled = [4.0] * len(rows)
-    for k, (_, where) in enumerate(touched):  # first those that begin in a row, whose names need room
-        for row in where:
-            step = NAME if row == min(where) else NEXT
-            heights[k, row] = filled[row] + step / 2
-            filled[row] += step
-    layers, top = [], 0.0
-    for k, (name, held) in enumerate(rows.items()):
-        height = max(filled[k] + 4.0, 20.0)
-        largest = max(held, key=lambda n: (len(graph.shapes[n]), n.endswith("weight")))
-        layers.append(Layer(name, tuple(graph.shapes[largest]), top, height))
-        top += height + 6.0
-    hues: dict[str, float] = {}  # by the golden angle, so that neighbors differ
-    for group in graph.groups():
-        if group.name not in hues:
-            parent = getattr(group, "parent", None)
-            hues[group.name] = hues[parent] if parent in hues else len(hues) * 137.508 % 360
-    ends: list[int] = []
-    lanes = []
-    for k, (group, where) in enumerate(touched):
-        column = next((c for c, end in enumerate(ends) if end < min(where)), len(ends))
-        ends[column : column + 1] = [max(where)]
-        branches = []
-        for row in sorted(where):
-            lower = (layers[row].height - filled[row] - 4.0) / 2  # in the middle of a box
-            branches.append(Branch(row, *where[row], layers[row].top + heights[k, row] + lower))
-        lanes.append(Lane(group.name, _kind(group), shape_text(group), hues[group.name], column, tuple(branches)))
-    return Layout(tuple(layers), tuple(lanes), len(ends), top)
-
-
-def _touched(group: PermutationGroup | ScaleGroup, number: dict[str, int]) -> dict[int, tuple[bool, bool]]:
-    found: dict[int, tuple[bool, bool]] = {}
-    for member in group.members:
-        makes = member.axis == 0 if isinstance(group, PermutationGroup) else getattr(member, "exponent", 1) > 0
-        before = found.get(number[member.parameter], (False, False))
-        found[number[member.parameter]] = (before[0] or makes, before[1] or not makes)
-    return found
-
-
-def _kind(group: PermutationGroup | ScaleGroup) -> Kind:
-    if isinstance(group, PermutationGroup):
-        return "permutation" if group.parent is None else "nested"
-    return "normalization" if isinstance(group, NormalizationGroup) else "scale"
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
+_NAME, _NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of another one
+_BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
+_SHOWN = 34  # characters of a layer's name
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #222; }
@@ -204,7 +108,7 @@ def _tensors(graph: Symmetries) -> str:
             told[member.parameter].append(f"axis {member.axis}: {group.name}")
     for scale in (*graph.scales, *graph.normalizations):
         for factor in scale.members:
-            told[factor.parameter].append(f"{_kind(scale)} {scale.name}")
+            told[factor.parameter].append(f"{scale.kind} {scale.name}")
     rows = ["<th>tensor</th><th>shape</th><th>what moves its axes</th>"]
     for name, shape in graph.shapes.items():
         shown = " = ".join(graph.aliases.get(name, (name,))) + (" (buffer)" if name in graph.buffers else "")
@@ -213,54 +117,100 @@ def _tensors(graph: Symmetries) -> str:
     return _table(rows)
 
 
-_BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
-_SHOWN = 34  # characters of a layer's name
-
-
 def _network(graph: Symmetries) -> str:
     """Layers as boxes in rows, groups as lines in lanes beside them, their names at the right where they begin."""
-    layout = lay_out(graph)
-    labels = _BOX + 24 + _SPACING * layout.columns
-    longest = max((len(f"{lane.name} {_size(lane)}") for lane in layout.lanes), default=0)
-    parts = []
-    for layer in layout.layers:
-        name = layer.name if len(layer.name) <= _SHOWN else f"…{layer.name[1 - _SHOWN :]}"
-        middle = layer.top + layer.height / 2 + 4
-        sizes = "×".join(map(str, layer.shape)) or "scalar"
-        parts.append(
-            f'<g><title>{escape(layer.name)}</title><rect class="layer" x="1" y="{layer.top:.1f}" width="{_BOX}" '
-            f'height="{layer.height:.1f}" rx="4"/><text x="8" y="{middle:.1f}">{escape(name)}</text>'
-            f'<text class="size" x="{_BOX - 6}" y="{middle:.1f}" text-anchor="end">{sizes}</text></g>'
-        )
-    for lane in layout.lanes:
-        parts.append(_lane(lane, _BOX + 16 + _SPACING * lane.column, labels))
-    width, height = labels + 7 * longest + 16, max(layout.height, 20)
+    rows: dict[str, list[str]] = {}
+    for name in graph.shapes:
+        rows.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    number = {parameter: k for k, held in enumerate(rows.values()) for parameter in held}
+    touched = [(group, where) for group in graph.groups() if (where := _touched(group, number))]
+    touched.sort(key=lambda pair: min(pair[1]))
+    heights: dict[tuple[int, int], float] = {}  # of the branch of a group in a row, from the row's upper edge
+    filled = [4.0] * len(rows)
+    columns: list[int] = []
+    ends: list[int] = []  # the last row of each lane
+    for k, (_, where) in enumerate(touched):  # first those that begin in a row, whose names need room
+        first = min(where)
+        for row in where:
+            step = _NAME if row == first else _NEXT
+            heights[k, row] = filled[row] + step / 2
+            filled[row] += step
+        columns.append(next((column for column, end in enumerate(ends) if end < first), len(ends)))
+        ends[columns[k] : columns[k] + 1] = [max(where)]
+    parts, tops, top = [], [], 0.0
+    for (name, held), full in zip(rows.items(), filled, strict=True):
+        height = max(full + 4.0, 20.0)
+        largest = max(held, key=lambda n: (len(graph.shapes[n]), n.endswith("weight")))
+        parts.append(_layer(name, graph.shapes[largest], top, height))
+        tops.append(top + (height - full - 4.0) / 2)  # in the middle of a box
+        top += height + 6.0
+    labels = _BOX + 24 + _SPACING * len(ends)
+    hues = _hues(graph)
+    for k, (group, where) in enumerate(touched):
+        branches = [(tops[row] + heights[k, row], *where[row]) for row in sorted(where)]
+        parts.append(_lane(group, hues[group.name], _BOX + 16 + _SPACING * columns[k], labels, branches))
+    longest = max((len(f"{group.name} {_size(group)}") for group, _ in touched), default=0)
+    width, height = labels + 7 * longest + 16, max(top, 20)
     return (
         f'<div class="network"><svg id="network" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">{"".join(parts)}</svg></div>'
     )
 
 
-def _lane(lane: Lane, x: float, labels: float) -> str:
-    """One group: its line, the branches to its layers, and its name."""
-    color = f"hsl({lane.hue:.0f} 65% {56 if lane.kind == 'nested' else 45}%)"
-    first, last = lane.branches[0], lane.branches[-1]
-    path = f"M{x:.1f} {first.y:.1f}V{last.y:.1f}" + "".join(f"M{_BOX + 1} {b.y:.1f}H{x:.1f}" for b in lane.branches)
-    marks = []
-    for branch in lane.branches:
-        if branch.makes:
-            marks.append(f'<circle class="made" cx="{x:.1f}" cy="{branch.y:.1f}" r="3.2" fill="{color}"/>')
-        if branch.reads:
-            left = _BOX + 1 if branch.makes else x
-            marks.append(f'<circle class="read" cx="{left:.1f}" cy="{branch.y:.1f}" r="2.8" stroke="{color}"/>')
+def _touched(group: Group, number: dict[str, int]) -> dict[int, tuple[bool, bool]]:
+    """For each row that a group touches: whether it moves what the layer makes, and what it reads."""
+    found: dict[int, tuple[bool, bool]] = {}
+    for member in group.members:
+        makes = member.axis == 0 if group.kind == "permutation" else getattr(member, "exponent", 1) > 0
+        before = found.get(number[member.parameter], (False, False))
+        found[number[member.parameter]] = (before[0] or makes, before[1] or not makes)
+    return found
+
+
+def _hues(graph: Symmetries) -> dict[str, float]:
+    """Hues of names in degrees, by the golden angle, so that neighbors differ; nested groups have their parent's."""
+    hues: dict[str, float] = {}
+    for group in graph.groups():
+        if group.name not in hues:
+            parent = getattr(group, "parent", None)
+            hues[group.name] = hues[parent] if parent in hues else len(hues) * 137.508 % 360
+    return hues
+
+
+def _layer(name: str, shape: tuple[int, ...], top: float, height: float) -> str:
+    shown = name if len(name) <= _SHOWN else f"…{name[1 - _SHOWN :]}"
+    middle = top + height / 2 + 4
+    sizes = "×".join(map(str, shape)) or "scalar"
     return (
-        f'<g class="lane {lane.kind}"><title>{escape(f"{lane.name}, {_size(lane)}")}</title>'
-        f'<path d="{path}" stroke="{color}"/>{"".join(marks)}'
-        f'<path d="M{x:.1f} {first.y:.1f}H{labels - 4:.1f}" stroke="{color}" style="stroke-width:.5;opacity:.4"/>'
-        f'<text class="group" x="{labels:.1f}" y="{first.y + 4:.1f}" style="fill:{color}">{escape(lane.name)} '
-        f'<tspan class="size">{escape(_size(lane))}</tspan></text></g>'
+        f'<g><title>{escape(name)}</title><rect class="layer" x="1" y="{top:.1f}" width="{_BOX}" '
+        f'height="{height:.1f}" rx="4"/><text x="8" y="{middle:.1f}">{escape(shown)}</text>'
+        f'<text class="size" x="{_BOX - 6}" y="{middle:.1f}" text-anchor="end">{sizes}</text></g>'
     )
 
 
-def _size(lane: Lane) -> str:
-    return lane.size + {"permutation": "", "nested": " in each block"}.get(lane.kind, f" {lane.kind}")
+def _lane(group: Group, hue: float, x: float, labels: float, branches: list[tuple[float, bool, bool]]) -> str:
+    """One group: its line, the branches to its layers, and its name."""
+    nested = getattr(group, "parent", None) is not None
+    color = f"hsl({hue:.0f} 65% {56 if nested else 45}%)"
+    first, last = branches[0][0], branches[-1][0]
+    path = f"M{x:.1f} {first:.1f}V{last:.1f}" + "".join(f"M{_BOX + 1} {y:.1f}H{x:.1f}" for y, _, _ in branches)
+    marks = []
+    for y, makes, reads in branches:
+        if makes:
+            marks.append(f'<circle class="made" cx="{x:.1f}" cy="{y:.1f}" r="3.2" fill="{color}"/>')
+        if reads:
+            left = _BOX + 1 if makes else x
+            marks.append(f'<circle class="read" cx="{left:.1f}" cy="{y:.1f}" r="2.8" stroke="{color}"/>')
+    name, size = escape(group.name), escape(_size(group))
+    return (
+        f'<g class="lane {"nested" if nested else group.kind}"><title>{name}, {size}</title>'
+        f'<path d="{path}" stroke="{color}"/>{"".join(marks)}'
+        f'<path d="M{x:.1f} {first:.1f}H{labels - 4:.1f}" stroke="{color}" style="stroke-width:.5;opacity:.4"/>'
+        f'<text class="group" x="{labels:.1f}" y="{first + 4:.1f}" style="fill:{color}">{name} '
+        f'<tspan class="size">{size}</tspan></text></g>'
+    )
+
+
+def _size(group: Group) -> str:
+    nested = getattr(group, "parent", None) is not None
+    return shape_text(group) + (" in each block" if nested else {"permutation": ""}.get(group.kind, f" {group.kind}"))

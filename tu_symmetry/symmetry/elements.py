@@ -38,10 +38,9 @@ def random_permutation(graph: Symmetries, *, generator: torch.Generator | None =
 def random_scale(graph: Symmetries, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
     """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU."""
     source = own_generator(generator)
-    groups = (*graph.scales, *graph.normalizations)
     return {
         g.name: std * torch.randn(g.size, generator=source, dtype=torch.float64, device=source.device).cpu()
-        for g in groups
+        for g in (*graph.scales, *graph.normalizations)
     }
 
 
@@ -98,14 +97,13 @@ def compose(p: Mapping[str, Tensor], q: Mapping[str, Tensor]) -> Permutation:
 def invert(p: Mapping[str, Tensor]) -> Permutation:
     """The inverse permutation; composed with ``p``, in either order, it is the identity."""
     check_permutation(p)
-    outer_inverse: Permutation = {}
+    inverse: Permutation = {}
     for name in sorted(p, key=lambda n: n.count("/")):  # parents first
         own = p[name].argsort(dim=-1)
-        parent = parent_of(name, p)
-        if parent is not None:  # the block b of the inverse undoes the block that came from b
-            own = own[block_origin(name, outer_inverse | {name: own})]
-        outer_inverse[name] = own
-    return {name: outer_inverse[name] for name in p}
+        if parent_of(name, p) is not None:  # the block b of the inverse undoes the block that came from b
+            own = own[block_origin(name, inverse | {name: own})]
+        inverse[name] = own
+    return {name: inverse[name] for name in p}
 
 
 def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
@@ -113,8 +111,7 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
 
     For one permutation of n units this is n minus its number of cycles (arXiv 2401.00611, section 2), and groups add
     up. In a nested group each cycle of blocks contributes its length minus one, and the NoT of the product of the inner
-    permutations along it: the fewest swaps when as few blocks as possible are swapped first, and units inside blocks
-    then.
+    permutations along it: the fewest swaps when as few blocks as possible are swapped first.
 
     Args:
         p: a permutation, or one LongTensor ``[..., n]`` whose leading axes are independent permutations.
@@ -138,13 +135,11 @@ def transposition_count(p: Mapping[str, Tensor] | Tensor) -> int:
 
 
 def _cycles(p: list[int]) -> list[list[int]]:
-    seen = [False] * len(p)
-    cycles = []
+    cycles, seen = [], set[int]()
     for start in range(len(p)):
-        cycle = []
-        j = start
-        while not seen[j]:
-            seen[j] = True
+        cycle, j = [], start
+        while j not in seen:
+            seen.add(j)
             cycle.append(j)
             j = p[j]
         if cycle:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -71,16 +71,17 @@ class PermutationGroup(_Short):
     """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
 
     A group may be nested in another one (the units of one attention head in the heads): the parent moves whole blocks,
-    the nested group moves units inside each block.
+    the nested group, which is called ``parent/own``, moves units inside each block.
 
     Attributes:
-        name: unique; a nested group is called ``parent/own``.
+        name: unique among permutation groups.
         size: number of units that are permuted (in each block).
         members: every axis of every parameter and buffer that moves.
         parent: name of the group whose units are the blocks, or None.
         blocks: shape of the blocks, ``()`` for a group without parent.
     """
 
+    kind: ClassVar[str] = "permutation"
     name: str
     size: int
     members: tuple[PermutationMember, ...]
@@ -109,6 +110,7 @@ class ScaleGroup(_Short):
         exact: False where the symmetry holds up to the epsilon of a normalization only.
     """
 
+    kind: ClassVar[str] = "scale"
     name: str
     size: int
     members: tuple[ScaleMember, ...]
@@ -121,6 +123,8 @@ class NormalizationGroup(ScaleGroup):
 
     Running statistics that must move along are among the members, as buffers.
     """
+
+    kind: ClassVar[str] = "normalization"
 
     @property
     def parameters(self) -> tuple[str, ...]:

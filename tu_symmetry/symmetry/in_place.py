@@ -6,8 +6,8 @@ Parameters and buffers keep their identity. Everything that can be refused is re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,20 +17,24 @@ from tu_symmetry.symmetry.action import permute_tensors, require_range, scale_te
 from tu_symmetry.symmetry.elements import LogScale, Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _SWAG = {"_mean": 1.0, "_sq_mean": 2.0, "_covariance_sqrt": 1.0}  # statistic, and its power of the weights' factor
 _LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
 _LIKE_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 
 
-@torch.no_grad()
+class Followers(TypedDict, total=False):
+    """What has to follow a network's weights."""
+
+    mirrors: list[nn.Module]  # averages of them, of the same architecture
+    swag: list[tuple[dict[str, Tensor], str]]  # SWAG statistics and the prefix of the network's names in them
+    optimizers: list[torch.optim.Optimizer]
+
+
 def permute_in_place(
-    graph: SymmetryGraph,
-    permutation: Permutation,
-    network: nn.Module,
-    *,
-    mirrors: Iterable[nn.Module] = (),
-    swag: Iterable[tuple[dict[str, Tensor], str]] = (),
-    optimizers: Iterable[torch.optim.Optimizer] = (),
+    graph: SymmetryGraph, permutation: Permutation, network: nn.Module, **followers: Unpack[Followers]
 ) -> None:
     """Permute the hidden units of a network without changing its function or its training trajectory.
 
@@ -38,28 +42,18 @@ def permute_in_place(
         graph: the symmetry graph of the network (verified on first use).
         permutation: on the CPU; group name to LongTensor.
         network: changed in place, with its gradients.
-        mirrors: averages of its weights, of the same architecture, changed in place.
-        swag: SWAG statistics and the prefix of the network's names in them, changed in place.
-        optimizers: whatever they hold for the network's parameters moves along.
+        **followers: changed in place too, see :class:`Followers`.
 
     Raises:
         SymmetryError: before anything is changed, if the permutation or a module does not belong to the graph, or an
             optimizer's state cannot follow.
     """
-    if all(torch.equal(p, torch.arange(p.shape[-1], device="cpu").expand(p.shape)) for p in permutation.values()):
-        return
-    _move_all(graph, [network, *mirrors], swag, list(optimizers), permutation=permutation)
+    if any((p != torch.arange(p.shape[-1], device="cpu")).any() for p in permutation.values()):
+        _move_all(graph, network, followers, permutation, None)
 
 
-@torch.no_grad()
 def scale_in_place(
-    graph: SymmetryGraph,
-    log_scale: LogScale,
-    network: nn.Module,
-    *,
-    mirrors: Iterable[nn.Module] = (),
-    swag: Iterable[tuple[dict[str, Tensor], str]] = (),
-    optimizers: Iterable[torch.optim.Optimizer] = (),
+    graph: SymmetryGraph, log_scale: LogScale, network: nn.Module, **followers: Unpack[Followers]
 ) -> None:
     """Rescale a network by positive factors without changing its function, with everything that follows its weights.
 
@@ -67,7 +61,7 @@ def scale_in_place(
     leave the range of its dtype is one more error.
     """
     if any(bool(s.any()) for s in log_scale.values()):
-        _move_all(graph, [network, *mirrors], swag, list(optimizers), log_scale=log_scale)
+        _move_all(graph, network, followers, None, log_scale)
 
 
 def _moved(
@@ -83,19 +77,20 @@ def _moved(
     return tensors if log_scale is None else scale_tensors(graph, log_scale, tensors, power=power)
 
 
+@torch.no_grad()
 def _move_all(
     graph: SymmetryGraph,
-    modules: Sequence[nn.Module],
-    swag: Iterable[tuple[dict[str, Tensor], str]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    *,
-    permutation: Permutation | None = None,
-    log_scale: LogScale | None = None,
+    network: nn.Module,
+    followers: Followers,
+    permutation: Permutation | None,
+    log_scale: LogScale | None,
 ) -> None:
-    """Check everything, then move modules with their gradients, SWAG statistics, and the first one's optimizers."""
-    names = {id(p): name for name, p in modules[0].named_parameters()}
+    """Check everything, then move modules with their gradients, SWAG statistics, and the network's optimizers."""
+    modules = [network, *followers.get("mirrors", ())]
+    optimizers = followers.get("optimizers", [])
+    names = {id(p): name for name, p in network.named_parameters()}
     for optimizer in optimizers:
-        _check_elementwise(optimizer) if log_scale is None else _check_scalable(optimizer, names)
+        list(_that_follow(optimizer, names, rescaled=log_scale is not None))
     graph.require_verified()
     states = [{name: tensor.detach() for name, tensor in module.state_dict().items()} for module in modules]
     for module, state in zip(modules, states, strict=True):
@@ -108,7 +103,7 @@ def _move_all(
             for name, tensor in _moved(graph, held, power, permutation, log_scale).items():
                 if tensor is not held[name]:
                     held[name].copy_(tensor)
-    for statistics, prefix in swag:
+    for statistics, prefix in followers.get("swag", ()):
         for kind, power in _SWAG.items():
             keys = {name: f"{prefix}{name}{kind}" for name in graph.shapes if f"{prefix}{name}{kind}" in statistics}
             tensors = {}
@@ -143,55 +138,32 @@ def move_optimizer_state(
         log_scale: the log-factors that were applied to the weights (after the permutation).
 
     Raises:
-        SymmetryError: state of a known parameter that is neither a scalar nor of the parameter's shape (as
-            Adafactor's), or of which it is not known how it scales.
+        SymmetryError: before anything is changed, if some state is neither a scalar nor of its parameter's shape (as
+            Adafactor's), or it is not known how it scales.
     """
-    if log_scale is not None:
-        _check_scalable(optimizer, names)
-    for parameter, key, value in _entries(optimizer):
-        name = names.get(id(parameter))
-        if name is None or not isinstance(value, Tensor) or value.ndim == 0 or value.numel() == 1 != parameter.numel():
-            continue
-        if value.shape != parameter.shape:
-            raise SymmetryError(
-                f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}, the parameter "
-                f"{tuple(parameter.shape)}: factored or flattened statistics cannot follow a symmetry"
-            )
+    for name, key, value in list(_that_follow(optimizer, names, rescaled=log_scale is not None)):
         power = -2.0 if key in _LIKE_SQUARES else -1.0
         value.copy_(_moved(graph, {name: value}, power, permutation, log_scale)[name])
 
 
-def _entries(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, str, Any]]:
+def _that_follow(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, rescaled: bool
+) -> Iterator[tuple[str, str, Tensor]]:
+    """What an optimizer keeps for each entry of a named parameter: the name, what it is, the tensor."""
     for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            yield parameter, key, value
-
-
-def _listed(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
-
-
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers whose state is not shaped like the weights."""
-    for parameter, key, value in _entries(optimizer):
-        if _listed(value) or (isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape):
-            raise SymmetryError(
-                f"{type(optimizer).__name__} keeps {key!r} in a form that is not its parameter's, so it cannot follow "
-                "a permutation; use in_place=False, or an optimizer with elementwise state (SGD, Adam and their kin)"
-            )
-
-
-def _check_scalable(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Refuse state of which it is not known how it follows a rescaling: what is neither like gradients nor squares."""
-    for parameter, key, value in _entries(optimizer):
-        scalar = not isinstance(value, Tensor) or value.ndim == 0
-        if id(parameter) not in names or (scalar and not _listed(value)):
-            continue
-        preconditioned = key == "momentum_buffer" and "square_avg" in optimizer.state[parameter]
-        known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
-        if _listed(value) or not known or value.shape != parameter.shape:
-            raise SymmetryError(
-                f"{type(optimizer).__name__} keeps {key!r} for {names[id(parameter)]!r}, and how that follows a "
-                "rescaling is not known; leave the weights' scale as it is (in_place=False in a callback), or "
-                "train with SGD, Adam, AdamW, NAdam, RAdam, Adamax or Adagrad"
-            )
+        name = names.get(id(parameter))
+        for key, value in ((key, value) for key, value in state.items() if name is not None):
+            listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+            if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
+                continue
+            if not rescaled and not listed and value.numel() == 1 != parameter.numel():
+                continue
+            preconditioned = key == "momentum_buffer" and "square_avg" in state
+            known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
+            if listed or value.shape != parameter.shape or (rescaled and not known):
+                raise SymmetryError(
+                    f"{type(optimizer).__name__} keeps {key!r} for {name!r}, and how that follows a "
+                    f"{'rescaling' if rescaled else 'permutation'} is not known; use in_place=False, or train with an "
+                    "optimizer with elementwise state (SGD, Adam and their kin)"
+                )
+            yield name, key, value

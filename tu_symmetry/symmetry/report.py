@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, ScaleGroup, ScaleMember
-from tu_symmetry.symmetry.symmetries import Symmetries
+from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.symmetries import Group, Symmetries
 
 WIDTH = 120
 TITLES = {"permutations": "Permutation groups", "scales": "Scale groups", "normalizations": "Normalization groups"}
@@ -19,16 +19,9 @@ _LEGEND = (
     "groups of repeated layers, and a leading dot the path of such a layer."
 )
 
-Group = PermutationGroup | ScaleGroup
-Member = PermutationMember | ScaleMember
-
 
 def describe(graph: Symmetries) -> str:
-    """The graph as text of at most 120 columns: :func:`summary`, then the tables of the three kinds of group.
-
-    Groups that differ only in one number of their path (the layers of a stage, the blocks of an encoder) share a
-    line, ``layer1.{0-2}.conv1``; nested groups are indented under the group that moves their blocks.
-    """
+    """The graph as text of at most 120 columns: :func:`summary`, then the tables of the three kinds of group."""
     lines = [f"Symmetries of {graph.architecture or 'a network'}"]
     facts = summary(graph)
     label = max(len(name) for name, _ in facts)
@@ -39,7 +32,7 @@ def describe(graph: Symmetries) -> str:
         groups = [g for g in getattr(graph, kind) if getattr(g, "parent", None) is None]
         if groups:
             inexact = not any(getattr(g, "exact", True) for g in groups)
-            rows = list(_rows(graph, fold(groups), note=not inexact))
+            rows = list(_rows(graph, _fold(groups), note=not inexact))
             width = min(max(len(name) for name, _, _ in rows), 62)
             sizes = max(len(size) for _, size, _ in rows)
             lines += ["", title + (" (up to the epsilon of a normalization)" if inexact else "")]
@@ -52,7 +45,7 @@ def describe(graph: Symmetries) -> str:
 
 def summary(graph: Symmetries) -> list[tuple[str, str]]:
     """What the graph holds, as (label, sentence) pairs."""
-    units = sum(g.size * math.prod(g.blocks) for g in graph.permutations)
+    units = sum(math.prod(g.shape) for g in graph.permutations)
     nested = sum(g.parent is not None for g in graph.permutations)
     reasons = Counter(p.reason for p in graph.pinned)
     examples = {p.reason: f"{p.parameter}[{p.axis}]" for p in reversed(graph.pinned)}
@@ -60,7 +53,6 @@ def summary(graph: Symmetries) -> list[tuple[str, str]]:
         f"{n} {'axis' if n == 1 else 'axes'}: {reason} ({'' if n == 1 else 'as '}{examples[reason]})"
         for reason, n in reasons.most_common()
     )
-    tied = "; ".join(" = ".join(names) for names in graph.aliases.values() if len(names) > 1)
     facts = {
         "state": "verified" if graph.verified else "not yet verified (happens before weights are first transformed)",
         "permutations": f"{_count(len(graph.permutations), 'group')}{f' ({nested} nested)' if nested else ''} of "
@@ -71,33 +63,27 @@ def summary(graph: Symmetries) -> list[tuple[str, str]]:
         "failed": "; ".join(f"{name}: {reason}" for name, reason in graph.failed.items()),
         "no rule for": ", ".join(graph.unknown_operators) or "none: every operator that was met has one",
         "branch": f"recorded for inputs that go the example's way at {graph.branch}" if graph.branch else "",
-        "not reached": f"{', '.join(graph.unreached)}: pass a list of example inputs that reach them"
-        if graph.unreached
-        else "",
-        "left out": f"{', '.join(graph.left_out)}: not seen in use; give them in a list of examples"
-        if graph.left_out
-        else "",
+        "not reached": _with(graph.unreached, "pass a list of example inputs that reach them"),
+        "left out": _with(graph.left_out, "not seen in use; give them in a list of examples"),
         "training mode": graph.training if graph.training.startswith("not") else "",
-        "tied": tied,
+        "tied": "; ".join(" = ".join(names) for names in graph.aliases.values() if len(names) > 1),
     }
     return [(name, text) for name, text in facts.items() if text]
 
 
-class Family(NamedTuple):
+def _with(names: Sequence[str], advice: str) -> str:
+    return f"{', '.join(names)}: {advice}" if names else ""
+
+
+class _Family(NamedTuple):
     """Groups that are equal but for one number in their paths, which follows the ``stem`` (None for a single group)."""
 
     groups: tuple[Group, ...]
     stem: str | None = None
     numbers: tuple[int, ...] = ()
 
-    def label(self, text: str) -> str:
-        """A name from the first group with the number replaced by all of them."""
-        if self.stem is None:
-            return text
-        return _replace(text, self.stem, self.numbers[0], f"{{{_ranges(self.numbers)}}}")
 
-
-def fold(groups: Sequence[Group]) -> list[Family]:
+def _fold(groups: Sequence[Group]) -> list[_Family]:
     """Collect groups whose shapes and members agree up to one number of the path; the largest families win."""
     candidates: dict[tuple[object, ...], dict[int, Group]] = defaultdict(dict)
     keys: dict[str, list[tuple[object, ...]]] = {}
@@ -116,11 +102,11 @@ def fold(groups: Sequence[Group]) -> list[Family]:
     for group in groups:
         if group.name in taken:
             continue
-        best = Family((group,))
+        best = _Family((group,))
         for key in keys[group.name]:
             free = {n: g for n, g in candidates[key].items() if g.name not in taken}
             if len(free) > len(best.groups):
-                best = Family(tuple(free.values()), str(key[0]), tuple(free))
+                best = _Family(tuple(free.values()), str(key[0]), tuple(free))
         families.append(best)
         taken.update(g.name for g in best.groups)
     return families
@@ -153,22 +139,26 @@ def _replace(text: str, stem: str, number: int, by: str) -> str:
 
 
 def _rows(
-    graph: Symmetries, families: Sequence[Family], *, note: bool, depth: int = 1
+    graph: Symmetries, families: Sequence[_Family], *, note: bool, depth: int = 1
 ) -> Iterator[tuple[str, str, list[str]]]:
+    """The name, size and members of each line; nested groups are indented under the group that moves their blocks."""
     for family in families:
         first = family.groups[0]
         path, _, own = first.name.rpartition("/")
-        name = "  " * depth + (f"in each block: {own}" if path else family.label(first.name))
+        name = f"in each block: {own}" if path else first.name
+        if not path and family.stem is not None:
+            name = _replace(name, family.stem, family.numbers[0], f"{{{_ranges(family.numbers)}}}")
+        name = "  " * depth + name
         if note and not getattr(first, "exact", True):
             name += " (up to eps)"
         size = (f"{len(family.groups)} × " if len(family.groups) > 1 else "") + shape_text(first)
         yield name, size, _members(family)
         if isinstance(first, PermutationGroup):
             children = [c for g in family.groups for c in graph.children(g.name)]
-            yield from _rows(graph, fold(children), note=note, depth=depth + 1)
+            yield from _rows(graph, _fold(children), note=note, depth=depth + 1)
 
 
-def _members(family: Family) -> list[str]:
+def _members(family: _Family) -> list[str]:
     """The members, tensors of one module together, without the path of the repeated layer."""
     modules: dict[tuple[str, str], list[str]] = {}
     for text in member_texts(family.groups[0]):

@@ -26,6 +26,8 @@ from tu_symmetry.transfer import numbers
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Group = PermutationGroup | ScaleGroup
+
 
 @dataclass(eq=False, repr=False)
 class Symmetries(Brief):
@@ -80,14 +82,14 @@ class Symmetries(Brief):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return replace(self, **{f.name: copy.deepcopy(getattr(self, f.name), memo) for f in fields(self)})
 
-    def __getitem__(self, name: str) -> PermutationGroup | ScaleGroup:
+    def __getitem__(self, name: str) -> Group:
         for group in self.groups():
             if group.name == name:
                 return group
         reason = f" (it {self.failed[name]})" if name in self.failed else ""
         raise KeyError(f"no group {name!r}{reason}; the groups are {[g.name for g in self.groups()]}")
 
-    def groups(self) -> Iterator[PermutationGroup | ScaleGroup]:
+    def groups(self) -> Iterator[Group]:
         """All groups: permutations, then scales, then normalizations."""
         yield from self.permutations
         yield from self.scales
@@ -108,12 +110,12 @@ class Symmetries(Brief):
             self[name]
         return self._without({g: "left out by hand" for g in self.groups() if g.name in names})
 
-    def _take_out(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> None:
-        """Take groups out of this very graph, as :meth:`without` does: claims that failed verification."""
+    def _take_out(self, reasons: Mapping[Group, str]) -> None:
+        """Take groups out of this very graph: claims that failed verification."""
         vars(self).update(vars(self._without(reasons)))
         self.failed = self.failed | {group.name: reason for group, reason in reasons.items()}
 
-    def _without(self, reasons: Mapping[PermutationGroup | ScaleGroup, str]) -> Self:
+    def _without(self, reasons: Mapping[Group, str]) -> Self:
         gone = {g.name: g for g in self.permutations if g in reasons}
         pins = [
             Pin(m.parameter, m.axis, self.shapes[m.parameter][m.axis], reasons[g])
@@ -156,10 +158,7 @@ class Symmetries(Brief):
             SymmetryError: if a name is unknown or taken, axes differ in size, or another group moves one of them.
         """
         if "/" in name or any(g.name == name or g.name.startswith(name + "/") for g in self.groups()):
-            raise SymmetryError(
-                f"the name {name!r} is taken (by a group, or as the parent of one), or holds a slash (which is for "
-                "nested groups)"
-            )
+            raise SymmetryError(f"the name {name!r} is taken (by a group, or as the parent of one), or holds a slash")
         alias = {other: first for first, names in self.aliases.items() for other in names}
         unknown = [n for n in axes if n not in alias]
         if unknown or not axes:
@@ -190,14 +189,11 @@ class Symmetries(Brief):
     def unknown_group(self, name: str, groups: Iterable[str]) -> SymmetryError:
         """The error for a name that none of ``groups`` has: it may have failed verification."""
         if name in self.failed:
-            return SymmetryError(
-                f"the group {name!r} was taken out of this graph, because it {self.failed[name]}; the elements of the "
-                "groups that hold come from random_permutation(graph), random_scale(graph) or a matching made now"
-            )
+            return SymmetryError(f"the group {name!r} was taken out of this graph, because it {self.failed[name]}")
         return SymmetryError(f"no group {name!r} in this graph; it has {sorted(groups)}")
 
     def require_verified(self) -> None:
-        """Raise a SymmetryError if the groups were never verified; called by everything that transforms weights."""
+        """Raise a SymmetryError if the groups were never verified."""
         if not self.verified:
             raise SymmetryError(
                 "this symmetry graph has not been verified and holds no network to verify it with; "
@@ -207,13 +203,8 @@ class Symmetries(Brief):
     def check_state(self, state: Mapping[str, Tensor], *, finite: bool = True, name: str = "state") -> int:
         """Check that a state dict, or a stack of them with leading sample axes, belongs to this architecture.
 
-        Args:
-            state: name to tensor.
-            finite: also refuse NaN and infinite values.
-            name: what to call the state in an error.
-
-        Returns:
-            The number of leading sample axes.
+        Returns the number of leading sample axes. With ``finite`` NaN and infinite values are refused too. Errors call
+        the state ``name``.
 
         Raises:
             TypeError: not a mapping of names to tensors.
@@ -252,14 +243,13 @@ class Symmetries(Brief):
             if constant is not None and not bool((tensor.detach().cpu() == constant).all()):
                 raise SymmetryError(
                     f"{name}[{alias!r}] differs from the one that the symmetries were discovered with. The forward "
-                    "pass reads its values (an index, a mask of an attention), and with other values the network "
-                    "may have other symmetries: discover them on a model with this state"
+                    "pass reads its values (an index, a mask): discover the symmetries on a model with this state"
                 )
         for alias, bad in zip(counts, numbers(list(counts.values())), strict=True):
             if bad:
                 raise SymmetryError(
                     f"{name}[{alias!r}] holds {bad:.0f} NaN or infinite values; it comes from a diverged run or a "
-                    "damaged file, and no alignment of it would mean anything"
+                    "damaged file"
                 )
         return leading or 0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.groups import NormalizationGroup, PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.running.comparison import Difference, Reference
+from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.running.comparison import Certificate, Reference, says_nothing
 from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
 from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.weights import perturb_
 from tu_symmetry.symmetry.symmetries import Symmetries
 
 Group = PermutationGroup | ScaleGroup
@@ -39,7 +40,6 @@ def verify_symmetries(
     *,
     example_kwargs: ExampleKwargs = None,
     on_failure: Literal["pin", "raise"] = "pin",
-    seed: int = 0,
 ) -> None:
     """Check in float64 that random elements of every group leave the outputs unchanged.
 
@@ -57,32 +57,31 @@ def verify_symmetries(
             place (see ``graph.failed``), and named in a :class:`SymmetryWarning`; the rest is verified again.
             ``"raise"``: the graph stays as it is. Groups given by hand (:meth:`SymmetryGraph.with_permutation`) raise
             in both cases.
-        seed: seed of the random weights and elements.
 
     Raises:
         SymmetryError: naming the groups that do not hold (see ``on_failure``), if the network does not run or does not
             compute the same twice, or if its outputs are no numbers or do not depend on the weights.
     """
     graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
-    probe = Probe.of(model, example_inputs, example_kwargs, generator=torch.Generator().manual_seed(seed))
+    probe = Probe.of(model, example_inputs, example_kwargs)
     if graph.training == "followed":
         if graph.probe is not None:
             probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
         else:  # an unpickled graph
             probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
-    verify(graph, probe, on_failure=on_failure, seed=seed)
+    verify(graph, probe, on_failure=on_failure)
     if graph.probe is None:
         graph.probe = probe
 
 
-def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise"] = "pin", seed: int = 0) -> None:
+def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise"] = "pin") -> None:
     """As :func:`verify_symmetries`, with the network and the inputs of a probe."""
     if on_failure not in ("pin", "raise"):
         raise ValueError(f"on_failure must be 'pin' or 'raise', got {on_failure!r}")
     claimed = list(graph.groups())
-    failed: dict[Group, Difference] = {}
+    failed: dict[Group, Certificate] = {}
     while len(failed) < len(claimed):
-        found = _failures(graph, probe, [g for g in claimed if g not in failed], seed + 1000 * len(failed))
+        found = _failures(graph, probe, [g for g in claimed if g not in failed], 1000 * len(failed))
         if not found:
             break
         failed |= found
@@ -94,7 +93,7 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
     )
     if failed and (on_failure == "raise" or by_hand):
         told = [
-            f"the {_kind(g)} {g.name!r} is no symmetry of this network: the outputs change by {d.change:.1e} "
+            f"the {g.kind} group {g.name!r} is no symmetry of this network: the outputs change by {d.change:.1e} "
             f"(relative to an output's own scale; {d.allowed:.0e} is allowed)"
             for g, d in (by_hand or failed).items()
         ]
@@ -103,7 +102,7 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
     if failed:
-        gone = [f"{_kind(g)} {g.name!r} (outputs changed by {d.change:.0e})" for g, d in failed.items()]
+        gone = [f"{g.kind} group {g.name!r} (outputs changed by {d.change:.0e})" for g, d in failed.items()]
         warnings.warn(
             f"{len(gone)} of the {len(claimed)} symmetry groups that were claimed for "
             f"{graph.architecture or 'this network'} failed verification and were taken out of the graph: "
@@ -111,12 +110,6 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
             SymmetryWarning,
             stacklevel=3,
         )
-
-
-def _kind(group: Group) -> str:
-    if isinstance(group, PermutationGroup):
-        return "permutation group"
-    return "normalization group" if isinstance(group, NormalizationGroup) else "scale group"
 
 
 def _some(texts: list[str], between: str, limit: int = 8) -> str:
@@ -188,7 +181,7 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 # -- running ----------------------------------------------------------------------------------------------------
 
 
-def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Difference]:
+def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Certificate]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -202,7 +195,7 @@ def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: i
             networks.append((given, faithful) if faithful else (exact, tuple(claimed)))
         for k, (network, groups) in enumerate(networks):
             other = k == 1 and not graph.branch
-            base = _base(network, seed + 500 * k, graph.constants, groups, repeat=k == 0, other=other)
+            base = _base(network, seed + 500 * k, graph.constants, repeat=k == 0, other=other)
             failed = _try(graph, base, groups, plans[k :: len(networks)], generator)
             if failed:
                 return failed
@@ -210,7 +203,7 @@ def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: i
     if graph.positions and moved and not graph.branch:
         generator = torch.Generator().manual_seed(seed + 2)
         try:
-            base = _base(probe.blank(), seed, graph.constants, moved)
+            base = _base(probe.blank(), seed, graph.constants)
         except SymmetryError:  # a network that makes no numbers of a blank input, or always the same
             return {}
         return _try(graph, base, moved, list(_passes(moved, generator))[:2], generator)
@@ -219,7 +212,7 @@ def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: i
 
 def _try(
     graph: Symmetries, base: _Base, groups: Sequence[Group], plans: Sequence[Plan], generator: torch.Generator
-) -> dict[Group, Difference]:
+) -> dict[Group, Certificate]:
     """Move one set of weights again and again, of which no copy is kept, until the outputs change."""
     for plan in plans:
         element = _draw(groups, plan, generator)
@@ -228,7 +221,7 @@ def _try(
         scale_tensors_(graph, log_scale, base.state)
         if base.keeps_its_outputs():
             continue
-        failed = _bisect(graph, base.again(), element)
+        failed = _bisect(graph, _Base(base.probe, base.seed, graph.constants, draws=4), element)
         if not failed:
             raise SymmetryError(
                 "each group on its own leaves the outputs of this network unchanged, but all of them together change "
@@ -238,7 +231,7 @@ def _try(
     return {}
 
 
-def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Difference]:
+def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Certificate]:
     """The groups of an element that change the outputs on their own."""
     permutation, log_scale = _split(element)
     moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
@@ -248,7 +241,7 @@ def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Dif
     if len(element) == 1:
         return dict.fromkeys(element, found)
     groups = list(element)
-    failed: dict[Group, Difference] = {}
+    failed: dict[Group, Certificate] = {}
     for half in (groups[: len(groups) // 2], groups[len(groups) // 2 :]):
         failed |= _bisect(graph, base, {g: element[g] for g in half})
     return failed
@@ -257,48 +250,36 @@ def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Dif
 class _Base:
     """Random weights, their outputs, and how much each of these may change."""
 
-    def __init__(
-        self, probe: Probe, seed: int, constants: Mapping[str, Tensor], *, exchanged: bool, draws: int = 1
-    ) -> None:
-        self.probe, self.seed, self.constants, self.exchanged = probe, seed, constants, exchanged
+    def __init__(self, probe: Probe, seed: int, constants: Container[str], *, draws: int = 1) -> None:
+        self.probe, self.seed = probe, seed
         generator = torch.Generator().manual_seed(seed)
-        self.state = probe.random_state(generator, constants, exchanged=exchanged)
-        before = probe.run(self.state)
-        if exchanged and self.narrow and not probe.large(self.state):  # it runs with weights of one precision only
-            self.state = probe.random_state(generator, constants)
-            before = probe.run(self.state)
-        self.reference = Reference(before)
-        self.reference.outputs = self._perturb(before, draws if probe.epsilon < 1e-12 else 8, generator)
-
-    @property
-    def narrow(self) -> bool:
-        """Whether the weights were drawn in half precision."""
-        return any(t.dtype == torch.float16 for t in self.state.values())
+        self.state = probe.random_state(generator, constants)
+        self.reference = Reference(probe.run(self.state))
+        draws = draws if probe.epsilon < 1e-12 else 8
+        self.reference.outputs = self._perturb(self.reference.outputs, draws, generator)
 
     @property
     def allowed(self) -> float:
         return max(TOLERANCE, 256 * self.probe.epsilon)
 
-    def _perturb(self, before: list[Tensor], draws: int, generator: torch.Generator) -> list[Tensor]:
+    def _perturb(self, outputs: list[Tensor], draws: int, generator: torch.Generator) -> list[Tensor]:
         """Measure sensitivities by noise on the weights; returns the outputs of the weights as they are in the end."""
         noise = NOISE * self.probe.epsilon
         for _ in range(draws):
-            after = self.probe.perturbed(self.state, lambda name: noise, generator, in_place=True)
-            self.reference.change(before, after, noise)
-            before = before if self.narrow else after  # half precision has no room for the noise
-        return before
+            perturb_(self.state, noise, generator)
+            before, outputs = outputs, self.probe.run(self.state)
+            self.reference.perturbed(before, outputs, noise)
+        return outputs
+
+    def difference(self, outputs: list[Tensor]) -> Certificate:
+        return self.reference.difference(outputs, self.allowed, epsilon=self.probe.epsilon)
 
     def keeps_its_outputs(self) -> bool:
         """Whether weights that were moved give the outputs of before."""
         outputs = self.probe.run(self.state)
-        if self.difference(outputs).holds:
-            return True
-        self._perturb(self.probe.run(self.state), 3, torch.Generator().manual_seed(self.seed + 1))
+        if not self.difference(outputs).holds:
+            self._perturb(outputs, 3, torch.Generator().manual_seed(self.seed + 1))
         return self.difference(outputs).holds
-
-    def again(self) -> _Base:
-        """The same once more, before anything moved it, with sensitivities that more draws of the noise measure."""
-        return _Base(self.probe, self.seed, self.constants, exchanged=self.exchanged, draws=4)
 
     def require_repeatable(self) -> None:
         """Run the weights again, which are those behind the reference's outputs."""
@@ -310,37 +291,25 @@ class _Base:
                 "torch is replaced by constants, noise from numpy or random is not)"
             )
 
-    def difference(self, outputs: list[Tensor]) -> Difference:
-        return self.reference.difference(outputs, self.allowed, epsilon=self.probe.epsilon)
 
-
-def _base(
-    probe: Probe,
-    seed: int,
-    constants: Mapping[str, Tensor],
-    groups: Sequence[Group],
-    *,
-    repeat: bool = False,
-    other: bool = False,
-) -> _Base:
+def _base(probe: Probe, seed: int, constants: Container[str], *, repeat: bool = False, other: bool = False) -> _Base:
     """Weights with which the outputs are numbers that say something, the first of a few attempts."""
     if other:
         try:
-            return _base(probe.drawn(torch.Generator().manual_seed(seed)), seed, constants, groups)
+            return _base(probe.drawn(torch.Generator().manual_seed(seed)), seed, constants)
         except SymmetryError:  # inputs that have to be related (boxes, lengths, sorted numbers)
             pass
-    exchanged = all(isinstance(g, PermutationGroup) for g in groups)
     problem = None
     patterns: list[list[Tensor]] = []
     for attempt in range(4):
-        base = _Base(probe, seed + 7 * attempt, constants, exchanged=exchanged)
+        base = _Base(probe, seed + 7 * attempt, constants)
         if repeat and attempt == 0:
             base.require_repeatable()
         nans = [torch.isnan(t) for t in base.reference.outputs]
         # places that are NaN whatever the weights are so by construction (a row that is masked altogether)
         told = any(all(map(torch.equal, nans, seen)) for seen in patterns) or not any(bool(n.any()) for n in nans)
         patterns.append(nans)
-        problem = base.reference.problem(base.allowed) if told else base.reference.nothing("NaN")
+        problem = base.reference.problem(base.allowed) if told else says_nothing("NaN")
         if problem is None:
             return base
     raise SymmetryError(problem)

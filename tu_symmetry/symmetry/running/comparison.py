@@ -13,30 +13,51 @@ from tu_symmetry.symmetry.running.weights import is_continuous
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far two evaluations are apart at the output where they differ most, by what is allowed there.
+class Certificate:
+    """The change of a network's outputs from one state to another, and what rounding explains of it.
 
-    Both are relative to that output's own scale (its magnitude and its sensitivity to the weights); ``change`` is inf
-    where integer outputs or the places of non-finite ones differ. ``outputs`` counts the entries that were compared.
+    Both numbers are of the output entry that fares worst, relative to that entry's own scale: its
+    magnitude, or what it changes by when the weights change by their own size.
+
+    Attributes:
+        change: relative change; inf where integer outputs, or the places of NaN and infinite outputs, differ.
+        allowed: relative change that is explained by the rounding of the weights and of the computation, or by the
+            epsilon of a normalization (at most 1e-3).
+        dtype: the lowest precision among the weights that were rounded; float64 where weights only changed places.
+        outputs: number of output entries that were compared.
     """
 
     change: float
     allowed: float
+    dtype: torch.dtype
     outputs: int
 
     @property
     def holds(self) -> bool:
-        """Whether no entry changed by more than is allowed."""
+        """Whether the change of the outputs is explained."""
         return self.change <= self.allowed
+
+    @property
+    def _explains(self) -> str:
+        return f"rounding ({str(self.dtype).removeprefix('torch.')}) explains {self.allowed:.1e}"
+
+    def __str__(self) -> str:
+        entries = f"{self.outputs} output entr{'y' if self.outputs == 1 else 'ies'}"
+        if self.change == 0:
+            return f"outputs are the same ({entries})"
+        verb = "outputs are the same" if self.holds else "OUTPUTS CHANGED"
+        return f"{verb}: relative change {self.change:.1e}, {self._explains} ({entries})"
+
+
+def _apart(outputs: int) -> Certificate:
+    return Certificate(math.inf, 0.0, torch.float64, outputs)
 
 
 class Reference:
     """The outputs of one state, and for each entry how much it may change by rounding.
 
     An entry's sensitivity is measured: the largest change that relative noise on the weights makes, divided by the
-    noise. A logit masked to -1e9 has one of rounding size, an entry that is zero by construction has none, and neither
-    says anything about the entries beside it. An entry that did not move at all under the noise may move by what the
-    noise made of the same entry of the other samples.
+    noise. An entry that did not move at all may move by what the noise made of the same entry of the other samples.
     """
 
     def __init__(self, outputs: list[Tensor]) -> None:
@@ -47,7 +68,7 @@ class Reference:
         self.unstable = [torch.zeros(t.shape, dtype=torch.bool, device="cpu") for t in outputs]
         self.noise = 0.0
 
-    def change(self, before: list[Tensor], after: list[Tensor], noise: float) -> None:
+    def perturbed(self, before: list[Tensor], after: list[Tensor], noise: float) -> None:
         """Take in how outputs changed when the weights were perturbed by relative noise."""
         self.noise = max(self.noise, noise)
         for k, (a, b) in enumerate(zip(before, after, strict=True)):
@@ -68,38 +89,31 @@ class Reference:
         if not all(is_continuous(t) for t, _ in held):
             return None  # integers are compared as they are
         if not any(bool(torch.isfinite(t).any()) for t, _ in held):
-            return self.nothing("all NaN or infinite")
+            return says_nothing("all NaN or infinite")
         if not any(bool(s.any()) for _, s in held):
             return "the network's outputs do not depend on its weights, so that nothing can be verified"
         if not any(bool((tolerance * s < 1e-2 * t.abs()).logical_and(s > 0).any()) for t, s in held):
-            return self.nothing("dominated by rounding") + ", or more of them"
+            return says_nothing("dominated by rounding") + ", or more of them"
         return None
-
-    def nothing(self, what: str) -> str:
-        """The sentence for outputs that say nothing."""
-        return (
-            f"the network's outputs are {what} for random weights of moderate size, so that nothing can be verified; "
-            "pass example inputs of ordinary magnitude"
-        )
 
     def difference(
         self, outputs: list[Tensor], tolerance: float, *, epsilon: float, explained: list[Tensor] | None = None
-    ) -> Difference:
+    ) -> Certificate:
         """Compare with the outputs of another state."""
         if len(outputs) != len(self.outputs):
-            return Difference(math.inf, 0.0, len(outputs))
+            return _apart(len(outputs))
         count, worst = 0, -1.0
         change = allowed = 0.0
         for k, (a, b) in enumerate(zip(self.outputs, outputs, strict=True)):
             count += a.numel()
             if a.shape != b.shape:
-                return Difference(math.inf, 0.0, count)
+                return _apart(count)
             if not is_continuous(a):
                 if bool(((a != b) & ~self.unstable[k]).any()):
-                    return Difference(math.inf, 0.0, count)
+                    return _apart(count)
                 continue
             if not _same_pattern(a, b):
-                return Difference(math.inf, 0.0, count)
+                return _apart(count)
             magnitude = a.abs().to(torch.float64)
             limit = tolerance * self.sensitivity[k] + 64 * epsilon * magnitude
             moves = self.noise * self.sensitivity[k]
@@ -119,9 +133,17 @@ class Reference:
                 worst = float(excess[at])
                 scale = float((magnitude + self.sensitivity[k])[moved][at]) or float(limit[at])
                 if not scale:  # an entry that nothing moves has moved
-                    return Difference(math.inf, 0.0, count)
+                    return _apart(count)
                 change, allowed = float(distance[at]) / scale, float(limit[at]) / scale
-        return Difference(change, allowed, count)
+        return Certificate(change, allowed, torch.float64, count)
+
+
+def says_nothing(what: str) -> str:
+    """The sentence for outputs that prove nothing."""
+    return (
+        f"the network's outputs are {what} for random weights of moderate size, so that nothing can be verified; "
+        "pass example inputs of ordinary magnitude"
+    )
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -17,12 +17,7 @@ ExampleKwargs = Mapping[str, Any] | list[Mapping[str, Any]] | None
 
 
 def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> list[Example]:
-    """Positional and keyword arguments of each example.
-
-    Args:
-        example_inputs: an input tensor, a tuple of positional arguments, or a list of several of these.
-        example_kwargs: keyword arguments of every example, or a list with those of each.
-    """
+    """Positional and keyword arguments of each example, as :func:`discover_symmetries` takes them."""
     several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
     if not several:
         raise ValueError("example_inputs is an empty list; pass at least one example")
@@ -39,18 +34,17 @@ def doubled(example: Example) -> Example:
     return tree_map_only(Tensor, lambda t: torch.cat([t, t]) if t.ndim else t, example)
 
 
-def in_double(example: Example, generator: torch.Generator | None) -> Example:
-    """An example in float64 on the CPU; with a generator constant tensors (zeros, ones) are replaced by noise."""
+def in_double(example: Example, generator: torch.Generator) -> Example:
+    """An example in float64 on the CPU, with noise in place of constant tensors (zeros, ones)."""
 
     def wide(tensor: Tensor) -> Tensor:
         if tensor.is_meta and is_continuous(tensor):
-            source = generator or torch.Generator().manual_seed(0)
-            drawn = torch.randn(tensor.shape, generator=source, device="cpu")
+            drawn = torch.randn(tensor.shape, generator=generator, device="cpu")
             return drawn.to(as_computed(tensor.dtype, torch.float64))
         if tensor.is_meta:
             return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
         own = kept_value(tensor)
-        if generator is None or own.layout != torch.strided or own.numel() < 2 or not is_continuous(own):
+        if own.layout != torch.strided or own.numel() < 2 or not is_continuous(own):
             return own
         constant = bool((own == own.flatten()[0]).all())
         return torch.randn(own.shape, generator=generator, dtype=own.dtype, device="cpu") if constant else own

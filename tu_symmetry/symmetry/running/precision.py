@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.memory import free_memory
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.rules import GUARD, SMALL
-from tu_symmetry.symmetry.running.weights import Noise
 
 _ORDER = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CONSTANT = frozenset({"rand", "randn", "rand_like", "randn_like", "normal_functional", "uniform", "exponential"})
@@ -33,31 +31,19 @@ class WrittenTo(BaseException):
 class Exactly(TorchDispatchMode):
     """Computes in one precision throughout, with constants for noise, which move with the units by themselves.
 
-    An operator that does not exist in double precision is computed in the best that it knows, which ``epsilon`` then
-    tells.
+    An operator that does not exist in double precision is computed in the best that it knows, which ``epsilon`` tells.
 
     Args:
         precision: float64, or the best that the network knows.
         kept: the weights' names, by the places of their memory, which no operator may write to.
         guarded: False leaves the epsilons of normalizations out.
-        narrow: whether weights come in lower precision; every operator but a view gets them widened.
-        noise: on weights that are widened.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        precision: torch.dtype,
-        kept: Mapping[int, str],
-        *,
-        guarded: bool = True,
-        narrow: bool = False,
-        noise: Noise | None = None,
-    ) -> None:
+    def __init__(self, precision: torch.dtype, kept: Mapping[int, str], *, guarded: bool = True) -> None:
         super().__init__()
-        self.precision, self.kept = precision, kept
-        self.guarded, self.narrow, self.noise = guarded, narrow, noise
+        self.precision, self.kept, self.guarded = precision, kept, guarded
         self.epsilon = torch.finfo(precision).eps
         self.most = free_memory(torch.device("cpu")) // 4  # bytes of one tensor
         self.lower = frozenset(_ORDER[_ORDER.index(precision) + 1 :])
@@ -74,10 +60,8 @@ class Exactly(TorchDispatchMode):
         pure = schema is not None and not schema.is_mutable
         if not self.guarded and schema is not None:
             args, kwargs = _unguarded(schema, args, kwargs)
-        if not mixed and self.narrow and not getattr(func, "is_view", False):
-            mixed = any(a.dtype in self.lower and self.weight(a) is not None for a in held)
         if mixed and pure and any(a.dtype in self.lower for a in held):
-            args, kwargs = tree_map_only(Tensor, self.raised, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self._raised, (args, kwargs))
         if schema is not None and schema.is_mutable:
             self._guard(schema, args, kwargs)
         try:
@@ -89,7 +73,7 @@ class Exactly(TorchDispatchMode):
         name = str(func).removeprefix("aten.").partition(".")[0].rstrip("_")
         if isinstance(result, Tensor):
             self._require_room(func, result)
-            result = self.raised(result) if not held or name in _MADE else result
+            result = self._raised(result) if not held or name in _MADE else result
         if name == "bernoulli":
             result.fill_(1)
         elif name in _CONSTANT:
@@ -100,13 +84,15 @@ class Exactly(TorchDispatchMode):
         return result
 
     def _guard(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse to write to a weight, or to a view of one."""
         for k, argument in enumerate(schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in tree_leaves(args[k] if k < len(args) else kwargs.get(argument.name)):
-                name = self.weight(tensor) if isinstance(tensor, Tensor) else None
-                if name is not None:
-                    raise WrittenTo(name)
+                if isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.numel():
+                    name = self.kept.get(tensor.untyped_storage().data_ptr())
+                    if name is not None:
+                        raise WrittenTo(name)
 
     def _require_room(self, func: Any, result: Tensor) -> None:
         if result.layout == torch.strided and result.nbytes > self.most and not getattr(func, "is_view", False):
@@ -116,21 +102,8 @@ class Exactly(TorchDispatchMode):
                 "inputs, or verify parts of the network"
             )
 
-    def raised(self, tensor: Tensor) -> Tensor:
-        """A tensor in the precision that is computed in; weights with their noise."""
-        if tensor.dtype not in self.lower:
-            return tensor
-        wide = tensor.to(self.precision)
-        name = self.weight(tensor)
-        if self.noise is not None and name is not None:
-            self.noise.add_(name, wide)
-        return wide
-
-    def weight(self, tensor: Tensor) -> str | None:
-        """The name of the weight that a tensor is, or is a view of."""
-        if tensor.layout != torch.strided or not tensor.numel():
-            return None
-        return self.kept.get(tensor.untyped_storage().data_ptr())
+    def _raised(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.precision) if tensor.dtype in self.lower else tensor
 
     def _rounded(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """An operator without this precision, in the next one that it has."""
@@ -146,30 +119,8 @@ class Exactly(TorchDispatchMode):
             except (RuntimeError, TypeError, ValueError):
                 continue
             self.epsilon = max(self.epsilon, torch.finfo(dtype).eps)
-            return tree_map_only(Tensor, self.raised, result)
+            return tree_map_only(Tensor, self._raised, result)
         raise error
-
-
-class Widened(TorchFunctionMode):
-    """Widens weights before functions that compare precisions themselves, as convolutions do; see :class:`Exactly`."""
-
-    def __init__(self, exactly: Exactly) -> None:
-        super().__init__()
-        self.exactly = exactly
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        own, name = self.exactly, getattr(func, "__name__", "")
-        held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-        written = (name.endswith("_") and not name.endswith("__")) or name in ("__set__", "__setitem__")
-        mixed = not written and "out" not in kwargs and any(a.dtype == own.precision for a in held)
-        if mixed and any(a.dtype in own.lower and own.weight(a) is not None for a in held):
-            args, kwargs = tree_map_only(
-                Tensor, lambda t: t if own.weight(t) is None else own.raised(t), (args, kwargs)
-            )
-        return func(*args, **kwargs)
 
 
 def _unguarded(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

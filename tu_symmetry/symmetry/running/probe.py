@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ from tu_symmetry.symmetry.running.inputs import (
     in_double,
     redrawn,
 )
-from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, Widened, WrittenTo
-from tu_symmetry.symmetry.running.weights import Noise, as_computed, is_continuous, kept_value, perturb_, random_state
-
-LARGE = 2**29  # bytes of the weights in double precision, from which on they are widened as they are used
+from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, WrittenTo
+from tu_symmetry.symmetry.running.weights import as_computed, is_continuous, kept_value, perturb_, random_state
 
 
 class Probe:
@@ -38,36 +35,25 @@ class Probe:
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.module = module
+        self.module, self.args, self.kwargs = module, args, dict(kwargs)
         self.others: tuple[Probe, ...] = ()
-        self.args = args
-        self.kwargs = dict(kwargs)
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
-        self._narrowly = True
-        self._guarded = True
-        self._dead = False
+        self._guarded, self._dead = True, False
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        example_inputs: ExampleInputs,
-        example_kwargs: ExampleKwargs = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Probe:
+    def of(cls, model: nn.Module, example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> Probe:
         """Make the hollow copy of a model, and take its inputs as :func:`in_double` does."""
-        module = hollow(model)
+        module, generator = hollow(model), torch.Generator().manual_seed(0)
         first, *more = (cls(module, *in_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
         first.others = tuple(more)
         return first
 
-    def trained(self, examples: Sequence[Example], *, generator: torch.Generator | None = None) -> Probe:
+    def trained(self, examples: Sequence[Example]) -> Probe:
         """The probe with others beside it: the network in training mode, on these examples."""
         if examples:
-            module = sharing(self.module).train()
+            module, generator = sharing(self.module).train(), torch.Generator().manual_seed(0)
             kept = tuple(p for p in self.others if not p.module.training)
             self.others = (*kept, *(Probe(module, *in_double(e, generator)) for e in examples))
         return self
@@ -102,90 +88,57 @@ class Probe:
         probe._guarded = False
         return probe
 
-    def random_state(
-        self, generator: torch.Generator, constants: Container[str] | None = None, *, exchanged: bool = False
-    ) -> dict[str, Tensor]:
-        """Random weights for the network, see :func:`~.weights.random_state`.
-
-        Entries of a large network that will only be ``exchanged`` are drawn among the numbers of half precision: a
-        quarter of the memory, and nothing is lost.
-        """
-        half = exchanged and self.large(self.module.state_dict())
-        state = random_state(self.module, generator, constants, dtype=torch.float16 if half else torch.float64)
+    def random_state(self, generator: torch.Generator, constants: Container[str]) -> dict[str, Tensor]:
+        """Random weights for the network, see :func:`~.weights.random_state`."""
+        state = random_state(self.module, generator, constants)
         if self._dead:
             for name, tensor in state.items():
                 if name.rpartition(".")[2] == "bias" and tensor.is_floating_point():
                     tensor.copy_(-tensor.abs())
         return state
 
-    def large(self, state: Mapping[str, Tensor]) -> bool:
-        """Whether a copy of the weights in double precision would be much: they are widened as they are used then."""
-        return self._narrowly and 8 * sum(t.numel() for t in {id(t): t for t in state.values()}.values()) > LARGE
-
-    def run(self, state: Mapping[str, Tensor], *, noise: Noise | None = None) -> list[Tensor]:
-        """The tensors among the network's outputs for a state, of any precision, on any device; it is not changed.
-
-        ``noise`` is for weights of large networks, which are widened as they are used; see :meth:`perturbed`.
-        """
-        if self.large(state) and self._precision == torch.float64:
-            try:
-                return self._attempt(state, narrow=True, noise=noise)
-            except Exception:
-                if noise is not None:
-                    raise
-                self._narrowly = False  # an operator that wants all its tensors in one precision
+    def run(self, state: Mapping[str, Tensor]) -> list[Tensor]:
+        """The tensors among the network's outputs for a state, of any precision, on any device; it is not changed."""
         try:
             return self._attempt(state)
         except SymmetryError:
             raise
         except Exception as error:
             first = error
-        if self._precision == torch.float64:
-            for precision in (torch.float32, torch.bfloat16):
-                self._precision = precision
-                try:
-                    return self._attempt(state)
-                except Exception:
-                    self._precision = torch.float64
+        for precision in (torch.float32, torch.bfloat16) if self._precision == torch.float64 else ():
+            self._precision = precision
+            try:
+                return self._attempt(state)
+            except Exception:
+                self._precision = torch.float64
         raise SymmetryError(
             f"the network does not run on the CPU, where symmetries are verified: {first}\nLikely cause: an operator "
             "that knows only another device (a fused kernel), or weights that must not be replaced by random ones. "
             "Choose the model's plain implementation of that operator."
         ) from first
 
-    def perturbed(
-        self,
-        state: Mapping[str, Tensor],
-        amount: Callable[[str], float],
-        generator: torch.Generator,
-        *,
-        in_place: bool = False,
+    def run_perturbed(
+        self, state: Mapping[str, Tensor], noise: float, generator: torch.Generator, rounding: Mapping[str, float]
     ) -> list[Tensor]:
-        """The outputs for a state with relative noise on its weights, see :class:`~.weights.Noise`."""
-        if self.large(state) and any(t.is_floating_point() and t.dtype != torch.float64 for t in state.values()):
-            return self.run(state, noise=Noise(amount, generator))
-        if not in_place:
-            copies = {id(t): _wide(t) for t in state.values()}
-            state = {name: copies[id(t)] for name, t in state.items()}
-        perturb_(state, amount, generator)
-        return self.run(state)
+        """The outputs for a copy of a state with relative noise on its weights, see :func:`~.weights.perturb_`."""
+        copies = {id(t): _wide(t) for t in state.values()}
+        noisy = {name: copies[id(t)] for name, t in state.items()}
+        perturb_(noisy, noise, generator, rounding)
+        return self.run(noisy)
 
-    def _attempt(
-        self, state: Mapping[str, Tensor], *, narrow: bool = False, noise: Noise | None = None
-    ) -> list[Tensor]:
-        """Run once; with ``narrow``, weights of lower precision as they are."""
+    def _attempt(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         precision = self._precision
         given: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}  # tied names stay tied
         kept: dict[int, str] = {}  # where tensors of the state itself lie, which nothing may write to
         for name, tensor in state.items():
             if id(tensor) not in seen:
-                kind = tensor.dtype if narrow and name not in self._written else None
-                own = tensor.detach().to(device="cpu", dtype=kind or as_computed(tensor.dtype, precision))
-                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr() and name in self._written:
-                    own = own.clone()
-                elif own.layout == torch.strided and (kind is not None or own.data_ptr() == tensor.data_ptr()):
-                    kept[own.untyped_storage().data_ptr()] = name
+                own = tensor.detach().to(device="cpu", dtype=as_computed(tensor.dtype, precision))
+                if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
+                    if name in self._written:
+                        own = own.clone()
+                    else:
+                        kept[own.untyped_storage().data_ptr()] = name
                 seen[id(tensor)] = own
             given[name] = seen[id(tensor)]
         for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
@@ -194,16 +147,15 @@ class Probe:
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.to(as_computed(t.dtype, precision), copy=True), (self.args, self.kwargs)
         )
-        exactly = Exactly(precision, kept, guarded=self._guarded, narrow=narrow, noise=noise)
+        exactly = Exactly(precision, kept, guarded=self._guarded)
+        module = sharing(self.module)  # some keep what they computed from weights, or count their calls
         try:
-            widened = Widened(exactly) if narrow else contextlib.nullcontext()
-            module = sharing(self.module)  # some keep what they computed from weights, or count their calls
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly, widened:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
                 torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
                 output = torch.func.functional_call(module, given, args, kwargs, tie_weights=False)
         except WrittenTo as error:  # a parameter that the forward pass updates: run again on a copy of it
             self._written |= {error.name}
-            return self._attempt(state, narrow=narrow, noise=noise)
+            return self._attempt(state)
         self.epsilon = max(self.epsilon, exactly.epsilon)
         return [t.clone() for t in tensors_of(output)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +14,21 @@ _POOL = 2**18  # numbers of the noise; drawing one for every weight would take l
 
 
 def random_state(
-    model: nn.Module,
-    generator: torch.Generator,
-    constants: Container[str] | None = None,
-    *,
-    dtype: torch.dtype = torch.float64,
+    model: nn.Module, generator: torch.Generator, constants: Container[str] | None = None
 ) -> dict[str, Tensor]:
-    """Random weights of moderate size for every tensor of a module, on the CPU; tied names share one tensor.
+    """Random float64 weights of moderate size for every tensor of a module, on the CPU; tied names share one tensor.
 
-    Args:
-        model: the module.
-        generator: for the numbers.
-        constants: integers and booleans that keep their values; where left out, all of them do, else the others are
-            drawn too (masks at random, other integers in another order).
-        dtype: of the real numbers.
+    Integers and booleans keep their values; with ``constants`` only those that it names, and the others are drawn too
+    (masks at random, other integers in another order).
     """
     drawn: dict[int, Tensor] = {}
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in drawn:
             own = _drawn(name, tensor.detach(), generator)
-            if tensor.layout == torch.strided:
-                if constants is not None and not is_continuous(tensor) and name not in constants and tensor.numel() > 1:
-                    own = _drawn_integers(own, generator)
-                own = own.to(dtype) if tensor.is_floating_point() else own
+            exchanged = constants is not None and not is_continuous(tensor) and name not in constants
+            if exchanged and tensor.layout == torch.strided and tensor.numel() > 1:
+                own = _drawn_integers(own, generator)
             drawn[id(tensor)] = own
         state[name] = drawn[id(tensor)]
     return state
@@ -65,35 +56,26 @@ def _drawn(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
     return 0.3 * noise if "mean" in last or "bias" in last else 1.0 + 0.3 * noise
 
 
-class Noise:
-    """What weights are multiplied by, in place: ``1 + amount(name) * u``, with u in (-1, 1) from a pool of numbers."""
+def perturb_(
+    state: Mapping[str, Tensor], noise: float, generator: torch.Generator, rounding: Mapping[str, float] | None = None
+) -> None:
+    """Multiply dense tensors of real numbers, in place, by ``1 + noise u`` with u in (-1, 1); what names share, once.
 
-    def __init__(self, amount: Callable[[str], float], generator: torch.Generator, most: int = _POOL) -> None:
-        self.amount, self.generator = amount, generator
-        self.reach = min(_POOL, most + 1)
-        self.pool = torch.rand(2 * self.reach, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
-
-    def add_(self, name: str, tensor: Tensor) -> None:
-        """Change a tensor whose entries fill one piece of memory."""
-        size = self.amount(name)
-        if not size:
-            return
-        flat = tensor.as_strided((tensor.numel(),), (1,))
-        count = flat.numel() // self.reach + 1
-        starts = torch.randint(self.reach, (count,), generator=self.generator, device="cpu").tolist()
-        for piece, start in zip(flat.split(self.reach), starts, strict=False):
-            factors = (self.pool[start : start + len(piece)] * size).add_(1)
-            piece.mul_(factors.to(piece.real.dtype if piece.is_complex() else piece.dtype))
-
-
-def perturb_(state: Mapping[str, Tensor], amount: Callable[[str], float], generator: torch.Generator) -> None:
-    """Multiply the dense floating-point tensors, which are contiguous, by :class:`Noise`; what names share, once."""
-    noise = Noise(amount, generator, max((t.numel() for t in state.values()), default=0))
+    ``rounding`` holds larger noise of single tensors. The tensors are contiguous.
+    """
+    reach = min(_POOL, max((t.numel() for t in state.values()), default=0) + 1)
+    pool = torch.rand(2 * reach, generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1)
     done: set[int] = set()
     for name, tensor in state.items():
-        if is_continuous(tensor) and tensor.layout == torch.strided and id(tensor) not in done:
-            noise.add_(name, tensor)
-            done.add(id(tensor))
+        if not is_continuous(tensor) or tensor.layout != torch.strided or id(tensor) in done:
+            continue
+        done.add(id(tensor))
+        size = max((rounding or {}).get(name, 0.0), noise)
+        flat = tensor.as_strided((tensor.numel(),), (1,))
+        starts = torch.randint(reach, (flat.numel() // reach + 1,), generator=generator, device="cpu").tolist()
+        for piece, start in zip(flat.split(reach), starts, strict=False):
+            factors = (pool[start : start + len(piece)] * size).add_(1)
+            piece.mul_(factors.to(piece.real.dtype if piece.is_complex() else piece.dtype))
 
 
 def is_continuous(tensor: Tensor) -> bool:
