@@ -86,7 +86,7 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_the_network_is_named_before_anything_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     given = states()
     given[1]["5.bias"] = torch.full_like(given[1]["5.bias"], 1e308)  # finite; its loss is not
-    monkeypatch.setattr("tu_symmetry.alignment.align.weight_matching", lambda *a: pytest.fail("networks were matched"))
+    monkeypatch.setattr("tu_symmetry.alignment.consensus.weight_matching", lambda *a: pytest.fail("matched"))
     with pytest.raises(ValueError, match=r"states\[1\]: the loss is NaN on batch 0"):
         tus.merge(GRAPH, given, NETWORK, validation=doubled(loader()), loss=difference)
 
@@ -110,7 +110,7 @@ def test_the_command_writes_nothing(
     halves = [("loader", {"bad": math.nan}), *([("two", {})] if "--correction" in more else [])]
     for name, arguments in halves:
         monkeypatch.setattr(
-            "tu_symmetry.checkpoints.barriers.resolve",
+            "tu_symmetry.checkpoints.data.resolve",
             lambda text, n=name, a=arguments: (
                 (lambda: globals()[n](**a)) if text == "tests.data" else getattr(F, text.rpartition(".")[2])
             ),
@@ -156,11 +156,7 @@ def test_weights_as_large_as_numbers_can_be() -> None:
 
 TEXTS: dict[str, Callable[[], Any]] = {
     "weights": lambda: tus.merge(GRAPH, states()[:2], NETWORK, weights=["1", "2"]),
-    "points": lambda: tus.merge(
-        GRAPH, states()[:2], NETWORK, points="3", loss=F.cross_entropy, validation=doubled(loader())
-    ),
     "ratio": lambda: tus.interpolate(*states()[:2], "0.5"),
-    "threads": lambda: tus.align(GRAPH, states(), threads="3"),
 }
 
 

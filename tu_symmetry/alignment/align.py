@@ -142,6 +142,8 @@ def _matcher(
         raise ValueError(f"unknown reference {reference!r}: 'first', 'universe', or a state dict")
     if match_on not in get_args(MatchOn):
         raise ValueError(f"unknown match_on {match_on!r}: 'weights' or 'activations'")
+    if match_on == "weights" and similarity != "product":
+        raise ValueError("similarity= is of activation matching; match_on='weights' does not read it")
     if match_on == "weights":
         return None
     if reference == "universe":
