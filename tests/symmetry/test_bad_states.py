@@ -91,8 +91,6 @@ ONE: dict[str, Callable[[State], Any]] = {
     "align": lambda s: tus.align(graph(), [state(1), s]),
     "merge": lambda s: tus.merge(graph(), [state(1), s], MODEL),
     "merge reference": lambda s: tus.merge(graph(), [state(1), state(2)], MODEL, reference=s),
-    "align medoid": lambda s: tus.align(graph(), [state(1), s], reference="medoid"),
-    "align mean": lambda s: tus.align(graph(), [state(1), s], reference="mean"),
     "align universe": lambda s: tus.align(graph(), [state(1), s], reference="universe"),
     "align reference": lambda s: tus.align(graph(), [state(1)], reference=s),
     "align activation": lambda s: tus.align(
