@@ -68,8 +68,11 @@ class StateSource(Sequence[State]):
             raise IndexError(index)
         k = self._chosen[index]
         network = self._source[k]
-        is_file = isinstance(network, (str, os.PathLike))
-        state = open_state(network, prefix=self._prefix) if is_file else read_state(network, f"states[{k}]")
+        state: Mapping[str, Tensor]
+        if isinstance(network, (str, os.PathLike)):
+            state = open_state(network, prefix=self._prefix)
+        else:
+            state = read_state(network, f"states[{k}]")
         return state if self._graph is None else Permuted(self._graph, self._permutations[k], state)
 
 

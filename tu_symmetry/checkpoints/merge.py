@@ -95,6 +95,7 @@ def merge_files(
         "data": None if data is None else data.digest,
     }
     classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
+    metrics: dict[str, Any] = {"accuracy": accuracy} if classes else {}
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         working_folder(working, made_of) as kept,
@@ -110,7 +111,7 @@ def merge_files(
             weights=weights,
             reference=load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference,
             loss=function,
-            metrics={"accuracy": accuracy} if classes else {},
+            metrics=metrics,
             validation=None if data is None else data.evaluation,
             resume=kept,
             progress=lambda at: tracker.update(at["done"], what=at["step"]),
