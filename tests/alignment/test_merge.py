@@ -87,24 +87,6 @@ def test_a_weight_of_one_gives_the_aligned_member_itself(case: Case) -> None:
         assert all(torch.equal(t, alignment.states[k][n]) for n, t in found.state.items())
 
 
-@pytest.mark.parametrize("reference", ["first", "universe"])
-def test_the_merged_network_is_the_weighted_mean_of_the_aligned(reference: Any) -> None:
-    model, graph, states = trained(3)
-    aligned = tus.align(graph, states, reference=reference).states
-    weights = [0.5, 0.2, 0.3]
-    found = tus.merge(graph, states, model, reference=reference, weights=[5, 2, 3])
-    close(found.state, {n: sum(w * s[n] for w, s in zip(weights, aligned, strict=True)) for n in states[0]})
-    equal = tus.merge(graph, states, model, reference=reference)
-    close(equal.state, tus.mean_state(aligned))
-
-
-def test_a_given_reference_is_what_all_are_aligned_to() -> None:
-    model, graph, states = trained(3)
-    found = tus.merge(graph, states[:2], model, reference=states[2])
-    close(found.state, tus.mean_state(tus.align(graph, states[:2], reference=states[2]).states))
-    assert len(found.permutations) == len(found.certificates) == 2
-
-
 def test_scores_say_what_each_step_is_worth() -> None:
     model, graph, states = trained(3, norm=True)
     loader, held = data(), data(seed=1)
@@ -127,17 +109,21 @@ def test_scores_say_what_each_step_is_worth() -> None:
     assert max(halves.barriers["aligned"], 0) == pytest.approx(path.barrier)  # the middle of the path
 
 
-@pytest.mark.parametrize("weights", ["equal", [3, 1, 2]])
+@pytest.mark.parametrize("reference", ["first", "universe", "given"])
 @pytest.mark.parametrize("correction", ["none", "batchnorm", "repair"])
-def test_a_merge_is_its_steps(correction: Any, weights: Any) -> None:
-    """Align, average, correct, measure: the same by hand, bit for bit."""
+def test_a_merge_is_its_steps(correction: Any, reference: str) -> None:
+    """Align, average, correct, measure: the same by hand, bit for bit; the average is the weighted mean."""
     model, graph, states = trained(3, norm=True)
-    found = tus.merge(graph, states, model, data(), correction=correction, weights=weights, loss=F.cross_entropy)
-    aligned = tus.align(graph, states).states
-    by_hand = average(aligned, weights)
-    by_hand = correct(model, aligned, found.weights, by_hand, data(), correction)
+    target: Any = trained(4, norm=True)[2][3] if reference == "given" else reference
+    options: Any = {"correction": correction, "reference": target}
+    found = tus.merge(graph, states, model, data(), weights=[5, 2, 3], loss=F.cross_entropy, **options)
+    aligned = tus.align(graph, states, reference=target).states
+    mean = average(aligned, [5, 2, 3])
+    weighted = {n: sum(w * s[n] for w, s in zip([0.5, 0.2, 0.3], aligned, strict=True)) for n in states[0]}
+    close({n: t.double() for n, t in mean.items()}, {n: t.double() for n, t in weighted.items()})
+    by_hand = correct(model, aligned, found.weights, mean, data(), correction)
     assert all(torch.equal(t, by_hand[n]) for n, t in found.state.items())
-    alone = tus.merge(graph, states, model, data(), correction=correction, weights=[0, 1, 0])
+    alone = tus.merge(graph, states, model, data(), weights=[0, 1, 0], **options)
     assert all(torch.equal(t, aligned[1][n]) for n, t in alone.state.items())
     last = found.scores["aligned" if correction == "none" else "corrected"]
     assert last == measure(model, by_hand, data(), {"loss": F.cross_entropy})
