@@ -5,11 +5,6 @@ The configurations are those of Stable Diffusion XL's and 1.5's UNets, written o
 Measured (two busy cores of 2.8 GHz, torch 2.15, diffusers 0.42): SDXL's UNet, 2567 million parameters, 104 s of
 processor time, 568 permutation, 601 scale and 18 normalization groups, no operator without a rule, peak memory 6.1 GiB,
 where the weights alone would take 9.6 GiB in single precision.
-
-Merging two of them at full size has not been run to its end: verification holds a set of weights in double precision,
-20 GB here. What was run is `tu-symmetry merge ONE TWO --alpha 0.3 --only 'down_blocks.1.*'` on a network of the same
-layout with 117 million parameters, from folders of diffusers: 88 s of processor time in all, 45 of them for the
-verification of the permutations of that part.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
         f"aligned_{reference}": lambda graph, every, x, device, reference=reference: (
             tus.align(graph, every, reference=reference).states
         )
-        for reference in ("first", "medoid", "mean", "universe")
+        for reference in ("first", "universe")
     },
     "merged": merged,
     **{

@@ -20,7 +20,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from torch import Tensor
 AnyPath = str | os.PathLike[str]
 SCRATCH = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 LOCK = ".lock"
+SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")  # of files of weights
+INDEX = ".index.json"
 _DIGEST, _VERSIONS, _MODULES = "tu_symmetry.blake2b", "tu_symmetry.written_by", "tu_symmetry.modules"
 _SEAL = "sealed"
 _BLOCK = 1 << 20
@@ -136,15 +138,10 @@ def lock_folder(folder: AnyPath) -> Iterator[None]:
         raise FolderInUseError(f"{folder} is in use by another run; wait for it, or choose another folder") from None
 
 
-def write_bytes(path: AnyPath, content: bytes) -> None:
-    """Write a file whole or not at all."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(content)
-
-
 def write_text(path: AnyPath, text: str) -> None:
     """Write a text file (UTF-8) whole or not at all; names of files that are no UTF-8 are written with escapes."""
-    write_bytes(path, text.encode(errors="backslashreplace"))
+    with replacing(path) as temporary:
+        temporary.write_bytes(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: AnyPath, value: Any, *, seal: bool = False) -> None:
@@ -349,6 +346,41 @@ def _read_head(path: AnyPath) -> tuple[Header, bytes]:
     if end != size:
         raise FileError(f"{path} is truncated or damaged: it has {size} bytes, and should have {end}")
     return Header(metadata, layout, digest, written_by, places, modules), length + text
+
+
+def shards_of(index: Path) -> dict[str, Path]:
+    """The file of each tensor, from the index (``.safetensors.index.json``) of a network that is cut into several.
+
+    An index may name files of weights in its own folder and below alone; a link that stands there is followed.
+    """
+    try:
+        names = json.loads(index.read_bytes())["weight_map"]
+        texts = [*names.keys(), *names.values()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FileError(f"{index} is no index of weights ({type(error).__name__}: {error})") from error
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise FileError(f"{index} is no index of weights: its weight_map is to name a file for each tensor")
+    files = sorted(set(names.values()))
+    if outside := [file for file in files if _leads_out(file)]:
+        raise FileError(
+            f"{index} names {outside[0]!r}, which is no file of weights ({', '.join(SUFFIXES)}) in its folder; put the "
+            "files beside it, and write their names into it"
+        )
+    if missing := [file for file in files if not os.path.isfile(index.parent / file)]:
+        raise FileError(f"{index} names files that are not there: {', '.join(missing[:4])}; copy or download them too")
+    return {tensor: index.parent / file for tensor, file in names.items()}
+
+
+def _leads_out(file: str) -> bool:
+    """Whether a name of an index is of anything but a file of weights below it, on any system."""
+    ways = (PurePosixPath(file), PureWindowsPath(file))
+    away = any(way.is_absolute() or way.drive or way.root or ".." in way.parts for way in ways)
+    return away or not file.isprintable() or ways[0].suffix not in SUFFIXES
+
+
+def files_of(path: Path) -> list[Path]:
+    """All files that a network is read from: itself, and those that it names if it is an index."""
+    return [path, *dict.fromkeys(shards_of(path).values())] if path.name.endswith(INDEX) else [path]
 
 
 def _content(tensor: Tensor) -> memoryview:

@@ -5,7 +5,6 @@ Matplotlib is imported when a figure is drawn, and its backend stays as it is.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,32 +92,6 @@ def sigma_histograms(sigmas: Mapping[str, Mapping[str, Any]], *, ax: Any = None)
         one.set(title=title, xlabel="standard deviation of a weight", ylabel="density", xlim=(0, top or 1.0))
         one.set_ylim(0, one.get_ylim()[1] * 1.25)
         one.legend(loc="upper right")
-    return figure, axes
-
-
-def barriers(
-    matrices: Mapping[str, Any], *, label: str = "barrier", names: Sequence[str] | None = None, ax: Any = None
-) -> Drawn:
-    """Barriers between pairs of networks, ``[n, n]`` with NaN where nothing was measured, as colors of one scale.
-
-    Raises:
-        ValueError: no square matrices.
-    """
-    values = {title: _array(found, flat=False) for title, found in matrices.items()}
-    if not values or any(v.ndim != 2 or v.shape[0] != v.shape[1] for v in values.values()):
-        raise ValueError(f"barriers need square matrices, got {[v.shape for v in values.values()]}")
-    figure, axes = new_axes(ax, len(values), width=3.4, height=3.0)
-    largest = max(float(v[np.isfinite(v)].max(initial=0.0)) for v in values.values())
-    for one, (title, matrix) in zip(np.atleast_1d(axes), values.items(), strict=True):
-        image = one.imshow(matrix, vmin=0, vmax=largest or 1.0, cmap="viridis")
-        one.set_facecolor("#dddddd")
-        shown = names or [str(k) for k in range(len(matrix))]
-        ticks = list(range(0, len(matrix), math.ceil(len(matrix) / 10)))
-        for axis in (one.xaxis, one.yaxis):
-            axis.set_ticks(ticks, [shown[k] for k in ticks])
-        one.set(title=title, xlabel="network", ylabel="network")
-        one.grid(visible=False)
-        figure.colorbar(image, ax=one, shrink=0.8, label=label)
     return figure, axes
 
 

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import FileError, TensorFile, check_archive
+from tu_symmetry.files import INDEX, FileError, TensorFile, check_archive, shards_of
 from tu_symmetry.modules import is_source, state_of, states_of
-from tu_symmetry.sources import INDEX, is_remote, locate, shards_of
 
 State = dict[str, Tensor]
 _SUFFIX = ".safetensors"
@@ -73,20 +72,6 @@ def as_given(given: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Stat
     if isinstance(made, OrderedDict) and metadata is not None:
         made._metadata = copy.copy(metadata)  # type: ignore[attr-defined]
     return made
-
-
-def without_prefix(state: Mapping[str, Tensor], prefix: str) -> State:
-    """The tensors whose names start with a prefix, under the rest of their names; the versions of modules alike."""
-    names = {str(n): n for n in state if str(n).startswith(prefix)}
-    found = as_given(state, {name[len(prefix) :]: state[n] for name, n in names.items()})
-    if prefix and isinstance(metadata := getattr(found, "_metadata", None), Mapping):
-        found._metadata = _metadata_without_prefix(metadata, prefix)  # type: ignore[attr-defined]
-    return found
-
-
-def _metadata_without_prefix(metadata: Mapping[str, Any], prefix: str) -> OrderedDict[str, Any]:
-    """What is said of the modules below a prefix ``model.``, of the module ``model`` itself under the name ``""``."""
-    return OrderedDict((f"{k}."[len(prefix) : -1], v) for k, v in metadata.items() if f"{k}.".startswith(prefix))
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -285,58 +270,46 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "", al
 
     Args:
         path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
-            checkpoint) that holds one under ``state_dict``; the index (``.safetensors.index.json``) of a network that
-            is cut into several files, or the folder that ``save_pretrained`` wrote. Or where it is fetched from:
-            ``hf://owner/name/FILE``, ``hf://datasets/owner/name/FILE``, see :mod:`tu_symmetry.sources`. Or the
-            LightningModule that has trained it (a routine of TorchUncertainty): a copy of its network's weights.
+            checkpoint) that holds one under ``state_dict``; or the index (``.safetensors.index.json``) of a network
+            that is cut into several files. Or the LightningModule that has trained it (a routine of TorchUncertainty):
+            a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
         allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
 
     Raises:
         SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
-            meta, quantized), or no name with that prefix; weights that cannot be fetched.
+            meta, quantized), or no name with that prefix.
         ValueError: a LightningModule with several networks.
     """
     if isinstance(path, nn.Module):
         held = read_state(path, "the routine")
-        content = as_given(held, {name: t.clone() for name, t in held.items()})
+        opened: Mapping[str, Tensor] = as_given(held, {name: t.clone() for name, t in held.items()})
         where = f"the {type(path).__name__}'s network, whose names have no prefix,"
     else:
         where = str(path)
         with _named():
-            opened = _open(_file(path), allow)
-            content = as_given(opened, dict(opened))
-    state = without_prefix(content, prefix)
-    if not state:
-        raise SampleFileError(
-            f"no name in {where} starts with {prefix!r}; it holds {sorted(map(str, content))[:6]} ..."
-        )
-    return state
+            opened = _open(Path(path), allow)
+    found = _renamed(opened, prefix)
+    if not found:
+        raise SampleFileError(f"no name in {where} starts with {prefix!r}; it holds {sorted(map(str, opened))[:6]} ...")
+    return as_given(found, dict(found))
 
 
-def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor] | None:
-    """As :func:`load_state`, but each tensor is read when it is asked for; None where the file does not allow it.
+def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor]:
+    """As :func:`load_state`, but each tensor of safetensors files is read when it is asked for.
 
-    Safetensors files do, alone or as the parts of an index. A prefix is taken off where there is any name with it.
+    A prefix is taken off where there is any name with it.
     """
-    path = _file(path)
     with _named():
-        parts = shards_of(path).values() if path.name.endswith(INDEX) else [path]
-        if any(part.suffix != _SUFFIX for part in parts):
-            return None
-        held = _open(path)
-    if not any(name.startswith(prefix) for name in held):
-        prefix = ""
-    return _Opened({n[len(prefix) :]: (held, n) for n in held if n.startswith(prefix)}, prefix)
+        opened = _open(Path(path))
+    return _renamed(opened, prefix) or _renamed(opened, "")
 
 
-class _Opened(Mapping[str, Tensor]):
-    """Tensors of one or several mappings, each read when it is asked for, without a prefix of their names."""
+class _View(Mapping[str, Tensor]):
+    """Tensors of other mappings under names of its own, each read when it is asked for."""
 
-    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], prefix: str = "") -> None:
-        self._held = held
-        found = next((getattr(source, "_metadata", None) for source, _ in held.values()), None)
-        self._metadata = None if found is None else _metadata_without_prefix(found, prefix)
+    def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], given: State) -> None:
+        self._held, self.as_given = held, given
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]
@@ -350,15 +323,14 @@ class _Opened(Mapping[str, Tensor]):
         return len(self._held)
 
 
-def _file(source: str | os.PathLike[str]) -> Path:
-    """The one file that a source of :mod:`tu_symmetry.sources` stands for."""
-    if not is_remote(source) and not Path(source).is_dir():
-        return Path(source)
-    with _named():
-        found = locate(source)
-    if len(found) > 1:
-        raise SampleFileError(f"{source} holds {len(found)} files of weights, as {found[0].name}; name one of them")
-    return found[0]
+def _renamed(state: Mapping[str, Tensor], prefix: str) -> _View:
+    """The tensors whose names start with a prefix, under the rest of their names; the versions of modules alike."""
+    given = as_given(state, {})
+    metadata = getattr(given, "_metadata", None)
+    if prefix and isinstance(metadata, Mapping):  # the module `model` itself, below `model.`, gets the name ""
+        below = {f"{name}."[len(prefix) : -1]: v for name, v in metadata.items() if f"{name}.".startswith(prefix)}
+        given._metadata = OrderedDict(below)  # type: ignore[attr-defined]
+    return _View({str(n)[len(prefix) :]: (state, n) for n in state if str(n).startswith(prefix)}, given)
 
 
 def _open(path: Path, allow: Sequence[Any] = ()) -> Mapping[str, Tensor]:
@@ -372,7 +344,8 @@ def _open(path: Path, allow: Sequence[Any] = ()) -> Mapping[str, Tensor]:
     for name, file in files.items():
         if name not in parts[file]:
             raise SampleFileError(f"{path} says that {file.name} holds {name!r}, and it does not")
-    return _Opened({name: (parts[file], name) for name, file in files.items()})
+    given = as_given(next(iter(parts.values())), {})
+    return _View({name: (parts[file], name) for name, file in files.items()}, given)
 
 
 def _torch_state(path: Path, allow: Sequence[Any]) -> State:

@@ -150,7 +150,7 @@ def test_frank_wolfe_recovers_fifty_of_fifty(noise: float) -> None:
     assert recovered(50, noise, "frank_wolfe") == 50
 
 
-@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe"])
+@pytest.mark.parametrize("reference", ["first", "universe"])
 @pytest.mark.parametrize("stacked", [False, True])
 def test_aligning_many_networks_recovers_all(reference: str, stacked: bool) -> None:
     case = next(c for c in CASES if c.name == "resnet_batchnorm")
@@ -159,7 +159,7 @@ def test_aligning_many_networks_recovers_all(reference: str, stacked: bool) -> N
     base = random_state(model, generator)
     states = [tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator), base) for _ in range(4)]
     given = {n: torch.stack([s[n] for s in states]) for n in base} if stacked else states
-    found = tus.align(graph, given, reference=reference, threads=2)  # type: ignore[arg-type]
+    found = tus.align(graph, given, reference=reference)  # type: ignore[arg-type]
     assert len(found.transpositions) == 4
     assert max(found.distances_after) <= 1e-6 * max(found.distances_before)
     if found.reference is not None:
@@ -177,29 +177,15 @@ def independent(count: int) -> tuple[tus.SymmetryGraph, list[dict[str, Tensor]]]
     return graph, [random_state(model, generator) for _ in range(count)]
 
 
-def test_the_medoid_has_the_least_total_by_brute_force() -> None:
-    graph, states = independent(6)
-    pairs = {(i, j): tus.weight_matching(graph, states[i], states[j]) for i in range(6) for j in range(i + 1, 6)}
-    totals = [sum(m.distance_after for pair, m in pairs.items() if k in pair) for k in range(6)]
-    assert tus.align(graph, states, reference="medoid", threads=2).reference == totals.index(min(totals))
-
-
-def test_the_running_mean_is_the_mean_of_those_before() -> None:
-    graph, states = independent(4)
-    aligned = states[:1]
-    for state in states[1:]:
-        permutation = tus.weight_matching(graph, tus.mean_state(aligned), state).permutation
-        aligned.append(tus.apply_permutation(graph, permutation, state))
-    found = tus.align(graph, states, reference="mean").states
-    assert all(torch.equal(one[n], other[n]) for one, other in zip(found, aligned, strict=True) for n in other)
-
-
-@pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
-def test_the_universe_climbs_the_sum_of_all_pairs(solver: Any) -> None:
-    """Beyond the running mean, and no network can improve."""
+def test_the_universe_climbs_the_sum_of_all_pairs() -> None:
+    """Beyond matching each network to the mean of those before it, and no network can improve."""
     graph, states = independent(8)
-    mean, universe = (tus.align(graph, states, reference=r, solver=solver).states for r in ("mean", "universe"))  # type: ignore[arg-type]
-    values = [sum(inner_product(graph, a, b) for a, b in itertools.combinations(s, 2)) for s in (mean, universe)]
+    running = states[:1]
+    for state in states[1:]:
+        permutation = tus.weight_matching(graph, tus.mean_state(running), state).permutation
+        running.append(tus.apply_permutation(graph, permutation, state))
+    universe = tus.align(graph, states, reference="universe").states
+    values = [sum(inner_product(graph, a, b) for a, b in itertools.combinations(s, 2)) for s in (running, universe)]
     assert values[1] > 1.01 * values[0] and all(torch.equal(universe[0][n], t) for n, t in states[0].items())
     for k, own in enumerate(universe):
         others = tus.mean_state([u for j, u in enumerate(universe) if j != k])
@@ -225,9 +211,8 @@ def test_barriers_are_exact_on_a_quadratic() -> None:
     assert mean_loss(model, tus.mean_state([a, b]), [(x, y)], concave) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe", "given"])
-@pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
-def test_no_network_moves_away_from_what_it_is_aligned_to(reference: str, solver: Any) -> None:
+@pytest.mark.parametrize("how", ["first", "universe", "given", "descent"])
+def test_no_network_moves_away_from_what_it_is_aligned_to(how: str) -> None:
     """Networks that lie near each other already: the relaxation alone moves most of them away."""
     torch.manual_seed(0)
     widths = [nn.Linear(6, 12), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)]
@@ -236,7 +221,11 @@ def test_no_network_moves_away_from_what_it_is_aligned_to(reference: str, solver
     base = plain.state_dict()
     for _ in range(5):
         states = [base, *({n: t + 1.5 * t.std() * torch.randn_like(t) for n, t in base.items()} for _ in range(3))]
-        target: Any = states.pop(0) if reference == "given" else reference
-        found = tus.align(graph, states, reference=target, solver=solver, certify=False)
-        for before, after in zip(found.distances_before, found.distances_after, strict=True):
-            assert after <= before * (1 + 1e-6)
+        if how == "descent":
+            matchings = [tus.weight_matching(graph, base, state, solver="descent") for state in states]
+            moved = [(m.distance_before, m.distance_after) for m in matchings]
+        else:
+            target: Any = states.pop(0) if how == "given" else how
+            found = tus.align(graph, states, reference=target, certify=False)
+            moved = list(zip(found.distances_before, found.distances_after, strict=True))
+        assert all(after <= before * (1 + 1e-6) for before, after in moved)

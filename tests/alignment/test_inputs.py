@@ -54,7 +54,8 @@ def test_networks_of_different_dtypes_are_matched(
     (state,) = states(1)
     element = tus.random_permutation(graph, generator=torch.Generator().manual_seed(1))
     moved = tus.apply_permutation(graph, element, state)
-    found = tus.weight_matching(graph, cast(state, first), cast(moved, second), solver=solver)
+    with_gradients = {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in cast(moved, second).items()}
+    found = tus.weight_matching(graph, cast(state, first), with_gradients, solver=solver)
     if solver == "frank_wolfe":
         assert all(torch.equal(found.permutation[n], p) for n, p in tus.invert(element).items())
         norm = math.sqrt(sum(float(t.square().sum()) for t in state.values() if t.is_floating_point()))
@@ -68,7 +69,7 @@ def test_networks_of_different_dtypes_are_matched(
     assert inner_product(graph, cast(state, first), again) == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe"])
+@pytest.mark.parametrize("reference", ["first", "universe"])
 def test_an_ensemble_of_mixed_dtypes_is_aligned(graph: tus.SymmetryGraph, reference: Any) -> None:
     (state,) = states(1)
     generator = torch.Generator().manual_seed(2)
@@ -97,91 +98,52 @@ def test_losses_that_are_not_finite_make_no_barrier_of_zero() -> None:
     assert math.isfinite(found.losses[1])
 
 
-def test_half_precision_with_gradients_is_matched_in_single() -> None:
-    model = Normed()
-    graph = tus.discover_symmetries(model, torch.zeros(2, 4))
-    generator = torch.Generator().manual_seed(0)
-    reference = {n: torch.randn(t.shape, generator=generator).bfloat16() for n, t in model.state_dict().items()}
-    reference = {n: t.requires_grad_() if t.ndim else torch.tensor(3) for n, t in reference.items()}
-    p = tus.random_permutation(graph, generator=generator)
-    moved = tus.apply_permutation(graph, p, reference)
-    by_descent = tus.weight_matching(graph, reference, moved, solver="descent", init=tus.invert(p))
-    for found in (tus.weight_matching(graph, reference, moved), by_descent):
-        assert found.distance_after == 0.0
-        assert all(torch.equal(found.permutation[n], q) for n, q in tus.invert(p).items())
-
-
 MODEL = Normed()
 A, B, C = states(3)
 X = [x for x, _ in batches()]
 STACK = {n: torch.stack([t, t]) for n, t in A.items()}
-ACTIVATIONS: Any = {"match_on": "activations"}
-WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
-    "models": (lambda g: tus.align(g, [MODEL, MODEL]), TypeError, r"states\[0\] is a Normed, .* module.state_dict\(\)"),
-    "a model": (lambda g: tus.weight_matching(g, A, MODEL), TypeError, r"state is a Normed, not a state dict"),
-    "one network": (lambda g: tus.align(g, [A]), ValueError, "at least two networks"),
-    "a stack": (lambda g: tus.weight_matching(g, A, STACK), tus.SymmetryError, "stack of states"),
-    "a stack, activations": (
-        lambda g: tus.activation_matching(g, MODEL, A, STACK, X),
-        tus.SymmetryError,
-        "stack of states",
-    ),
-    "no common axis": (lambda g: tus.align(g, {**STACK, "5.bias": A["5.bias"]}), ValueError, "leading sample axis"),
-    "NaN": (lambda g: tus.align(g, [A, {**B, "5.bias": B["5.bias"] * math.nan}]), tus.SymmetryError, r"states\[1\]"),
-    "match_on": (lambda g: tus.align(g, [A, B], match_on="loss"), ValueError, "unknown match_on 'loss'"),
-    "solver": (lambda g: tus.weight_matching(g, A, B, solver="best"), ValueError, "unknown solver 'best'"),
-    "a start": (lambda g: tus.weight_matching(g, A, B, init={"0": torch.arange(8)}), ValueError, "barycenter"),
-    "init": (
-        lambda g: tus.weight_matching(g, A, B, solver="descent", init={"0": torch.zeros(8, dtype=torch.long)}),
-        tus.SymmetryError,
-        "missing or repeated",
-    ),
-    "an unread option": (
-        lambda g: tus.align(g, [A, B], similarity="correlation"),
+SHAPES = {**B, "5.bias": torch.zeros(4)}
+NAN = {**B, "5.bias": B["5.bias"] * math.nan}
+REPEATED = {"0": torch.zeros(8, dtype=torch.long)}
+WRONG: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
+    (lambda g: tus.align(g, [MODEL, MODEL]), TypeError, r"states\[0\] is a Normed, .* module.state_dict\(\)"),
+    (lambda g: tus.weight_matching(g, A, MODEL), TypeError, r"state is a Normed, not a state dict"),
+    (lambda g: tus.align(g, [A]), ValueError, "at least two networks"),
+    (lambda g: tus.weight_matching(g, A, STACK), tus.SymmetryError, "stack of states"),
+    (lambda g: tus.activation_matching(g, MODEL, A, STACK, X), tus.SymmetryError, "stack of states"),
+    (lambda g: tus.align(g, {**STACK, "5.bias": A["5.bias"]}), ValueError, "leading sample axis"),
+    (lambda g: tus.align(g, [A, NAN]), tus.SymmetryError, r"states\[1\]"),
+    (lambda g: tus.align(g, [A, B], match_on="loss"), ValueError, "unknown match_on 'loss'"),
+    (lambda g: tus.align(g, [A, B], reference="medoid"), ValueError, "unknown reference"),
+    (lambda g: tus.weight_matching(g, A, B, solver="best"), ValueError, "unknown solver 'best'"),
+    (lambda g: tus.weight_matching(g, A, B, init={"0": torch.arange(8)}), ValueError, "barycenter"),
+    (lambda g: tus.weight_matching(g, A, B, solver="descent", init=REPEATED), tus.SymmetryError, "missing or repeated"),
+    (lambda g: tus.align(g, [A, B], similarity="correlation"), ValueError, "of activation matching"),
+    (lambda g: tus.activation_matching(g, MODEL, A, B, X, similarity="cosine"), ValueError, "unknown similarity"),
+    (lambda g: tus.align(g, [A, B], match_on="activations"), ValueError, "needs model= and dataloader="),
+    (lambda g: tus.align(g, [A, B], match_on="activations", reference="universe"), ValueError, "a mean of weights"),
+    (lambda g: tus.activation_matching(g, MODEL, A, B, []), ValueError, "gave no batch"),
+    (lambda g: tus.activation_matching(g, MODEL, A, B, [x * 1e38 for x in X]), ValueError, "activations at"),
+    (lambda g: mean_state([]), ValueError, "no network to take a mean of"),
+    (lambda g: loss_barrier(MODEL, A, B, [], F.cross_entropy), ValueError, "no batch"),
+    (lambda g: loss_barrier(MODEL, A, B, X, F.cross_entropy), ValueError, "batches \\(inputs, targets\\)"),
+    (lambda g: loss_barrier(MODEL, A, B, batches(), F.cross_entropy, points=2), ValueError, "at least three points"),
+    (
+        lambda g: mean_loss(MODEL, A, batches(), each),
         ValueError,
-        "of activation matching",
+        r"has shape \(8,\), .* the mean over the batch",
     ),
-    "similarity": (
-        lambda g: tus.activation_matching(g, MODEL, A, B, X, similarity="cosine"),
-        ValueError,
-        "unknown similarity",
-    ),
-    "no data": (lambda g: tus.align(g, [A, B], **ACTIVATIONS), ValueError, "needs model= and dataloader="),
-    "empty data": (lambda g: tus.activation_matching(g, MODEL, A, B, []), ValueError, "gave no batch"),
-    "a mean of activations": (
-        lambda g: tus.align(g, [A, B], reference="mean", model=MODEL, dataloader=X, **ACTIVATIONS),
-        ValueError,
-        "averages weights",
-    ),
-    "infinite activations": (
-        lambda g: tus.activation_matching(g, MODEL, A, B, [x * 1e38 for x in X]),
-        ValueError,
-        "activations at",
-    ),
-    "no mean": (lambda g: mean_state([]), ValueError, "no network to take a mean of"),
-    "no losses": (lambda g: loss_barrier(MODEL, A, B, [], F.cross_entropy), ValueError, "no batch"),
-    "no targets": (
-        lambda g: loss_barrier(MODEL, A, B, X, F.cross_entropy),
-        ValueError,
-        "batches \\(inputs, targets\\)",
-    ),
-    "two points": (
-        lambda g: loss_barrier(MODEL, A, B, batches(), F.cross_entropy, points=2),
-        ValueError,
-        "at least three points",
-    ),
-    "each sample": (
-        lambda g: mean_loss(MODEL, A, batches(), lambda o, t: F.cross_entropy(o, t, reduction="none")),
-        ValueError,
-        r"has shape \(8,\), but it has to be the mean over the batch",
-    ),
-    "shapes": (lambda g: interpolate(A, {**B, "5.bias": torch.zeros(4)}, 0.5), ValueError, "another architecture"),
-    "names": (lambda g: interpolate(A, {}, 0.5), ValueError, "another architecture"),
-}
+    (lambda g: interpolate(A, SHAPES, 0.5), ValueError, "another architecture"),
+    (lambda g: interpolate(A, {}, 0.5), ValueError, "another architecture"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_used_is_named(name: str, graph: tus.SymmetryGraph) -> None:
-    call, error, message = WRONG[name]
+def each(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize("case", range(len(WRONG)))
+def test_what_cannot_be_used_is_named(case: int, graph: tus.SymmetryGraph) -> None:
+    call, error, message = WRONG[case]
     with pytest.raises(error, match=message):
         call(graph)

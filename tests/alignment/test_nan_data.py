@@ -86,7 +86,7 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_the_network_is_named_before_anything_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     given = states()
     given[1]["5.bias"] = torch.full_like(given[1]["5.bias"], 1e308)  # finite; its loss is not
-    monkeypatch.setattr("tu_symmetry.alignment.align.weight_matching", lambda *a: pytest.fail("networks were matched"))
+    monkeypatch.setattr("tu_symmetry.alignment.consensus.weight_matching", lambda *a: pytest.fail("matched"))
     with pytest.raises(ValueError, match=r"states\[1\]: the loss is NaN on batch 0"):
         tus.merge(GRAPH, given, NETWORK, validation=doubled(loader()), loss=difference)
 
@@ -98,51 +98,50 @@ def test_statistics_that_a_precision_does_not_hold_are_refused() -> None:
         tus.reestimate_batchnorm(Net().half().eval(), state, data)
 
 
-@pytest.mark.parametrize("more", ["--correction repair", "--correction batchnorm", ""])
-def test_the_command_writes_nothing(
-    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where the NaN is in the data for the statistics alone."""
-    for k, state in enumerate(states()):
-        torch.save({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, tmp_path / f"{k}.pt")
-    files = [str(tmp_path / f"{k}.pt") for k in range(3)]
-    words = ["merge", *files, "--model", f"{__name__}.Net", "--input", "2,4", "--out", str(tmp_path / "m.safetensors")]
-    halves = [("loader", {"bad": math.nan}), *([("two", {})] if "--correction" in more else [])]
-    for name, arguments in halves:
-        monkeypatch.setattr(
-            "tu_symmetry.checkpoints.barriers.resolve",
-            lambda text, n=name, a=arguments: (
-                (lambda: globals()[n](**a)) if text == "tests.data" else getattr(F, text.rpartition(".")[2])
-            ),
-        )
-        assert cli.main([*words, "--data", "tests.data", *more.split()]) == 2
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tu-symmetry")]
-        assert len(lines) == 1 and f"batch {BAD} of the data" in lines[0]
-        assert not list(tmp_path.glob("m.*safetensors")) and not list(tmp_path.glob("m.report*"))
+def bad() -> list[tuple[Tensor, Tensor]]:
+    return loader(math.nan)
 
 
-def two() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
+def bad_statistics() -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
     return loader(), loader(math.nan)
+
+
+def merged(folder: Path, *more: str) -> int:
+    for k, state in enumerate(states()):
+        torch.save({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, folder / f"{k}.pt")
+    files = [str(folder / f"{k}.pt") for k in range(3)]
+    words = ["merge", *files, "--model", f"{__name__}.Net", "--input", "2,4", "--out", str(folder / "m.safetensors")]
+    return cli.main([*words, *more])
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("bad", []),
+        ("bad", ["--correction", "batchnorm"]),
+        ("bad_statistics", ["--correction", "batchnorm"]),
+        ("bad_statistics", ["--correction", "repair"]),
+    ],
+)
+def test_the_command_writes_nothing(
+    name: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert merged(tmp_path, "--data", f"{__name__}.{name}", *more) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tu-symmetry")]
+    assert len(lines) == 1 and f"batch {BAD} of the data" in lines[0]
+    assert not list(tmp_path.glob("m.*safetensors")) and not list(tmp_path.glob("m.report*"))
 
 
 def test_reports_are_json_that_everybody_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A metric may be NaN; JSON has no such number."""
     monkeypatch.setattr("tu_symmetry.checkpoints.merge.accuracy", lambda outputs, targets: outputs.sum() * math.nan)
-    for k, state in enumerate(states()):
-        torch.save({n: t.float() if t.is_floating_point() else t for n, t in state.items()}, tmp_path / f"{k}.pt")
-    files = [str(tmp_path / f"{k}.pt") for k in range(3)]
-    words = ["merge", *files, "--model", f"{__name__}.Net", "--input", "2,4", "--out", str(tmp_path / "m.safetensors")]
-    assert cli.main([*words, "--data", f"{__name__}.loader"]) == 0
+    assert merged(tmp_path, "--data", f"{__name__}.loader") == 0
 
     def refuse(text: str) -> None:
         raise AssertionError(text)
 
     content = json.loads((tmp_path / "m.report.json").read_text(), parse_constant=refuse)
     assert content["scores"]["aligned"]["accuracy"] is None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Numbers
 
 
 def test_weights_as_large_as_numbers_can_be() -> None:
@@ -154,20 +153,13 @@ def test_weights_as_large_as_numbers_can_be() -> None:
         tus.merge(GRAPH, states()[:2], NETWORK, weights=[0.0, 0.0])
 
 
-TEXTS: dict[str, Callable[[], Any]] = {
-    "weights": lambda: tus.merge(GRAPH, states()[:2], NETWORK, weights=["1", "2"]),
-    "points": lambda: tus.merge(
-        GRAPH, states()[:2], NETWORK, points="3", loss=F.cross_entropy, validation=doubled(loader())
-    ),
-    "ratio": lambda: tus.interpolate(*states()[:2], "0.5"),
-    "threads": lambda: tus.align(GRAPH, states(), threads="3"),
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_a_text_is_no_number(name: str) -> None:
-    with pytest.raises(TypeError, match=r"must be a (whole )?number, got '\d(\.\d)?' \(str\)"):
-        TEXTS[name]()
+def test_a_text_is_no_number() -> None:
+    for call in (
+        lambda: tus.merge(GRAPH, states()[:2], NETWORK, weights=["1", "2"]),
+        lambda: tus.interpolate(*states()[:2], "0.5"),
+    ):
+        with pytest.raises(TypeError, match=r"must be a number, got '\d(\.\d)?' \(str\)"):
+            call()
 
 
 def test_the_mean_of_two_architectures_is_refused() -> None:

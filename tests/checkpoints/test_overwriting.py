@@ -97,8 +97,7 @@ def test_where_letters_have_no_case_the_files_number_tells(tmp_path: Path, monke
         refuse_foreign([tmp_path / "r.safetensors"], {}, [path])
 
 
-def test_reports_figures_and_parts_of_an_index_are_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save(net().state_dict(), "q/barriers.png")
+def test_parts_of_an_index_and_of_a_working_folder_are_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {n: t for n, t in torch.load("x.pt").items()}
     index = {"weight_map": dict.fromkeys(state, "r.safetensors")}
     Path("m.safetensors.index.json").write_text(json.dumps(index))
@@ -106,7 +105,6 @@ def test_reports_figures_and_parts_of_an_index_are_read_too(here: Path, capsys: 
     torch.save(state, "s.merging/permutation-1.safetensors")
     before = tree(here)
     for words in (
-        ["align", "x.pt", "q/barriers.png", "--out", "q"],
         ["merge", "x.pt", "m.safetensors.index.json", "--out", "r.safetensors"],
         ["merge", "x.pt", "s.merging/permutation-1.safetensors", "--out", "s.safetensors"],
         ["merge", "x.pt", "y.pt", "--reference", "s.merging/permutation-1.safetensors", "--out", "s.safetensors"],
@@ -115,16 +113,6 @@ def test_reports_figures_and_parts_of_an_index_are_read_too(here: Path, capsys: 
         assert cli.main([*words, *MODEL]) == 2, words
         assert "is read by this command" in capsys.readouterr().err, words
         assert tree(here) == before
-
-
-def test_drawings_do_not_take_the_place_of_other_files(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", *MODEL, "--html", "net.html"]) == 0
-    assert cli.main(["inspect", *MODEL, "--html", "net.html"]) == 0  # its own is replaced
-    Path("module.py").write_text("from toy_networks import net\n")
-    for name in ("module.py", "x.pt", "r.safetensors"):
-        before = tree(here)
-        assert cli.main(["inspect", *MODEL, "--html", name]) == 2
-        assert "was not written by this command" in capsys.readouterr().err and tree(here) == before
 
 
 def half_written(folder: Path, name: str) -> None:

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -201,59 +200,64 @@ def test_no_damage_of_a_compact_posterior_or_a_laplace_file_goes_unnoticed(tmp_p
     assert undetected(path, lambda: LinearizedLaplace.load(path, model), FileError, step=11) == []
 
 
-# --- copied, swapped, deleted, replaced
+def sealed(tensors: dict[str, Tensor], metadata: dict[str, str], folder: Path) -> bytes:
+    files.write_safetensors(folder / "made", tensors, metadata)
+    return (folder / "made").read_bytes()
 
 
-def refused(folder: Path, message: str) -> None:
-    before = {p: p.read_bytes() for p in sorted(folder.iterdir())}
-    with pytest.raises(SampleFileError, match=message) as raised:
-        list(SampleStore.open(folder))
-    assert "\n" not in str(raised.value)
-    assert {p: p.read_bytes() for p in sorted(folder.iterdir())} == before
+def test_what_was_done_to_a_store_is_no_silence(store: SampleStore, tmp_path: Path) -> None:
+    """Shards that were copied, replaced, taken away or made elsewhere; a head and a log that were changed."""
+    folder, shards = store.folder, [record.shard for record in store.records]
+    head, log, other = folder / "store.json", folder / "shards.log", stored(tmp_path / "other", 1)
+    whole = {path: path.read_bytes() for path in folder.iterdir()}
+    held, said = load_file(shards[2]), files.read_header(shards[2]).metadata
+    made = folder / "00000009-made.safetensors"
+    said_there = said | {"file": made.name, "step": "[9]"}
+    save_file(held, tmp_path / "plain", metadata=said)
+    unsealed = {key: value for key, value in json.loads(whole[head]).items() if key != "sealed"}
+    damages: list[tuple[Path, bytes | None, str]] = [
+        (shards[0], None, r"is gone \(1 of 4 shards\)"),
+        (shards[3], None, r"is gone \(1 of 4 shards\)"),
+        (shards[0], whole[shards[1]], f"{shards[0].name} is a copy of {shards[1].name}"),
+        (made, whole[shards[1]], f"{made.name} is a copy of {shards[1].name}"),
+        (made, other.records[0].shard.read_bytes(), "is a copy of|belongs to another store"),
+        (head, (other.folder / "store.json").read_bytes(), "belongs to another store"),
+        (head, json.dumps(unsealed).encode(), "no digest"),
+        (shards[2], sealed({n: t + 1 for n, t in held.items()}, said, tmp_path), "was replaced or damaged"),
+        (shards[2], (tmp_path / "plain").read_bytes(), "carries no digest"),
+        (made, sealed({n: t * torch.nan for n, t in held.items()}, said_there, tmp_path), "made.safetensors holds NaN"),
+        (log, None, r"shards\.log is gone"),
+        (log, whole[log].replace(b".safetensors", b".safetensor-", 1), r"shards\.log is damaged"),
+    ]
+    for path, content, message in damages:
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        before = {p: p.read_bytes() for p in folder.iterdir()}
+        with pytest.raises(SampleFileError, match=message) as raised:
+            list(SampleStore.open(folder))
+        assert "\n" not in str(raised.value)
+        assert {p: p.read_bytes() for p in folder.iterdir()} == before
+        path.unlink(missing_ok=True)
+        for place, bytes_before in whole.items():
+            place.write_bytes(bytes_before)
+    assert len(list(SampleStore.open(folder))) == 4
 
 
-@pytest.mark.parametrize("which", [0, 1, 3])
-def test_a_shard_that_is_gone_is_missed(which: int, store: SampleStore) -> None:
-    shard = store.records[which].shard
-    shard.unlink()
-    refused(store.folder, rf"{shard.name} is gone \(1 of 4 shards\)")
+def test_a_store_without_a_shard_goes_on_without_its_line(store: SampleStore) -> None:
+    """As the message says."""
+    log, gone = store.folder / "shards.log", store.records[1].shard
+    gone.unlink()
+    log.write_text("\n".join(line for line in log.read_text().splitlines() if gone.name not in line) + "\n")
+    assert len(SampleStore.open(store.folder)) == 3
+
+
+def test_a_log_goes_on_after_a_line_that_was_not_written_out(store: SampleStore) -> None:
     log = store.folder / "shards.log"
-    log.write_text("\n".join(line for line in log.read_text().splitlines() if shard.name not in line) + "\n")
-    assert len(SampleStore.open(store.folder)) == 3  # as the message says
-
-
-def test_shards_that_were_copied_or_swapped_are_refused(store: SampleStore) -> None:
-    first, second = store.records[0].shard, store.records[1].shard
-    whole = first.read_bytes()
-    shutil.copy(second, first)
-    refused(store.folder, f"{first.name} is a copy of {second.name}")
-    second.write_bytes(whole)
-    refused(store.folder, f"{first.name} is a copy of {second.name}")
-    shutil.copy(first, second)
-    first.write_bytes(whole)
-    shutil.copy(second, store.folder / "00000009-copied.safetensors")
-    refused(store.folder, f"copied.safetensors is a copy of {second.name}")
-
-
-def test_shards_of_another_store_are_refused(store: SampleStore, tmp_path: Path) -> None:
-    other = stored(tmp_path / "o", 1)
-    there = store.folder / f"00000007{other.records[0].shard.name[8:]}"
-    shutil.copy(other.records[0].shard, there)
-    refused(store.folder, "is a copy of|belongs to another store")
-    there.unlink()
-    shutil.copy(other.folder / "store.json", store.folder)
-    refused(store.folder, "belongs to another store")
-
-
-def test_a_shard_that_was_written_again_with_other_weights_is_refused(store: SampleStore) -> None:
-    """Whole, sealed, under its own name, of its own store; only the log can tell."""
-    shard = store.records[2].shard
-    header = files.read_header(shard)
-    states = {n: t + 1 for n, t in load_file(shard).items()}
-    files.write_safetensors(shard, states, header.metadata)
-    refused(store.folder, f"{shard.name} was replaced or damaged")
-    save_file(states, shard, metadata=header.metadata)  # without a seal
-    refused(store.folder, f"{shard.name} carries no digest")
+    log.write_bytes(log.read_bytes()[:-20])
+    again = SampleStore.open(store.folder)
+    again.append({n: t + 1 for n, t in networks()[0].items()}, step=9)
+    assert len(SampleStore.open(store.folder)) == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.float8_e5m2])
@@ -272,59 +276,15 @@ def test_no_number_of_a_file_escapes_the_look_for_nan(tmp_path: Path, dtype: tor
             files.check_file(path, finite=True)
 
 
-def test_a_shard_that_holds_nan_is_refused(store: SampleStore) -> None:
-    shard = store.folder / "00000009-made.safetensors"
-    said = files.read_header(store.records[0].shard).metadata | {"file": shard.name, "step": "[9]"}
-    states = load_file(store.records[0].shard)
-    states["0.bias"][0, 0] = torch.nan
-    files.write_safetensors(shard, states, said)
-    assert len(SampleStore.open(store.folder)) == 5  # no weights are read
-    refused(store.folder, rf"{shard.name} holds NaN .* '0\.bias'")
-
-
-def test_a_lost_or_damaged_log_is_no_silence(store: SampleStore) -> None:
-    log = store.folder / "shards.log"
-    whole = log.read_bytes()
-    log.unlink()
-    with pytest.raises(SampleFileError, match=r"shards\.log is gone"):
-        SampleStore.open(store.folder)
-    log.write_bytes(whole.replace(b".safetensors", b".safetensor-", 1))
-    refused(store.folder, r"shards\.log is damaged")
-    log.write_bytes(whole[:-20])  # a line that a killed run did not write out
-    again = SampleStore.open(store.folder)
-    again.append({n: t + 1 for n, t in networks()[0].items()}, step=9)
-    assert len(SampleStore.open(store.folder)) == 5
-
-
-def test_opening_a_store_reads_no_weights(store: SampleStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[Path] = []
-    check = files.check_file
-
-    def counting(path: Path, **options: Any) -> files.Header:
-        checked.append(path)
-        return check(path, **options)
-
-    monkeypatch.setattr("tu_symmetry.posterior.samples.check_file", counting)
+def test_opening_a_store_reads_no_weights(store: SampleStore) -> None:
+    """What is wrong with a shard's weights shows when it is read, and not before."""
+    shard = store.records[2].shard
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     opened = SampleStore.open(store.folder)
-    assert checked == []
-    opened[2], opened[2], opened[3]
-    assert checked == [opened.records[2].shard, opened.records[3].shard]  # each once
-
-
-def test_what_carries_no_seal_any_more_is_refused(store: SampleStore, tmp_path: Path) -> None:
-    """Whoever writes it again, with whatever weights."""
-    path = tmp_path / "q.safetensors"
-    CompactPosterior.from_states(networks(), graph(), align=False).save(path)
-    save_file(load_file(path), path, metadata=files.read_header(path).metadata)
-    with pytest.raises(SampleFileError, match="carries no digest"):
-        CompactPosterior.load(path)
-    said = json.loads((store.folder / "store.json").read_text())
-    del said["sealed"]
-    (store.folder / "store.json").write_text(json.dumps(said))
-    refused(store.folder, "no digest")
-
-
-# --- writes
+    opened[1], opened[3]
+    with pytest.raises(SampleFileError, match=shard.name):
+        opened[2]
 
 
 @pytest.mark.parametrize("kind", ["text", "json", "safetensors"])

@@ -42,15 +42,6 @@ def test_lines_and_bands_show_means_and_spreads() -> None:
     assert figure is ax.figure  # axes that were given
 
 
-def test_matrices_and_bars() -> None:
-    matrix = torch.tensor([[0.0, 2.0], [2.0, 0.0]])
-    _, axes = tus.plot.barriers({"before": matrix, "after": matrix / 4}, names=["a", "b"])
-    np.testing.assert_allclose(axes[1].images[0].get_array(), matrix / 4)
-    assert axes[0].images[0].get_clim() == axes[1].images[0].get_clim() == (0, 2)  # one scale
-    assert [t.get_text() for t in axes[0].get_xticklabels()] == ["a", "b"]
-    with pytest.raises(ValueError, match="square"):
-        tus.plot.barriers({"": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="2 axes are needed, and 1"):
-        tus.plot.barriers({"before": matrix, "after": matrix}, ax=axes[0])
+def test_bars() -> None:
     _, ax = tus.plot.bars({"mass": [1, 2, 3], "least": [1, 1, 2]}, ["x", "y", "z"], log=True)
     assert [bar.get_height() for bar in ax.containers[0]] == [1, 2, 3] and ax.get_yscale() == "log"

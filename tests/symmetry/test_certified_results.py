@@ -52,7 +52,6 @@ def state(seed: int, dtype: torch.dtype = torch.float32) -> State:
 CALLS: dict[str, Callable[[tus.SymmetryGraph, bool], Any]] = {
     "align": lambda g, c: tus.align(g, [state(0), state(1)], certify=c),
     "align a stack": lambda g, c: tus.align(g, stack_states([state(0), state(1)]), certify=c),
-    "align mean": lambda g, c: tus.align(g, [state(0), state(1)], reference="mean", certify=c),
     "align universe": lambda g, c: tus.align(g, [state(0), state(1)], reference="universe", certify=c),
     "canonicalize": lambda g, c: tus.canonicalize(g, state(0), certify=c),
     "canonicalize unit_norm": lambda g, c: tus.canonicalize(g, state(0), method="unit_norm", certify=c),

@@ -1,4 +1,4 @@
-"""What networks are aligned to: one of them, a given one, their medoid, their running mean, or their universe.
+"""What networks are aligned to: the first of them, a given one, or their universe.
 
 Networks are read when their turn comes, and only the sum of them is kept. A permutation of all networks alike changes
 no distance: the one is chosen that leaves the first network as it is.
@@ -6,10 +6,10 @@ no distance: the one is chosen that leaves the first network as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,54 +20,46 @@ from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Reference = Literal["first", "medoid", "mean", "universe"]
+Reference = Literal["first", "universe"]
 Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
-T = TypeVar("T")
+_MOST_SWEEPS = 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """What networks are aligned to."""
+    """What networks are aligned to: a state, how they are matched to it, and the permutations that are known already.
 
-    state: Mapping[str, Tensor]  # of a mean and a universe the mean of all that are aligned
-    index: int | None = None  # its number, if it is one of the networks
-    permutations: Mapping[int, Permutation] = field(default_factory=dict)  # those that are known already
-    search: Mapping[str, Any] = field(default_factory=dict)  # candidates and totals of a medoid; sweeps, converged
+    Attributes:
+        sweeps: of a universe, and whether the last one moved nothing.
+    """
+
+    state: Mapping[str, Tensor]
+    match: Match
+    known: Mapping[int, Permutation] = field(default_factory=dict)
+    sweeps: int = 0
+    converged: bool = True
+
+    def permutation(self, k: int, state: Mapping[str, Tensor]) -> Permutation:
+        """The permutation of the network ``k``."""
+        return self.known[k] if k in self.known else self.match(self.state, state).permutation
 
 
 def find_target(
     graph: SymmetryGraph,
     networks: Sequence[State],
     reference: Reference | Mapping[str, Tensor],
-    match: Match,
+    match: Match | None = None,
     *,
-    candidates: int = 16,
-    max_iterations: int = 20,
-    threads: int = 1,
     progress: Progress = lambda at: None,
 ) -> Target:
-    """Find what networks are to be aligned to; they are read when they are asked for, two at a time.
-
-    ``candidates`` bounds the networks that are compared for a medoid, ``max_iterations`` the sweeps of a universe;
-    ``match`` takes a target and a state.
-    """
+    """Find what networks are aligned to, by their weights if nothing else is said; they are read two at a time."""
+    match = match or partial(weight_matching, graph)
     if not isinstance(reference, str):
-        return Target(reference)
+        return Target(reference, match)
     if reference == "first":
-        return Target(networks[0], 0, {0: identity_permutation(graph)})
-    if reference == "medoid":
-        return _medoid(graph, networks, match, candidates, threads, progress)
-    return _consensus(graph, networks, match, max_iterations if reference == "universe" else 0, progress)
-
-
-def bounded(function: Callable[[int], T], items: Sequence[int], threads: int) -> Iterator[tuple[int, T]]:
-    """Results in turn, with never more than ``threads`` items at work; the first error ends it."""
-    if threads == 1:  # in the thread of the caller, who may have turned gradients off
-        yield from ((item, function(item)) for item in items)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        yield from zip(items, pool.map(function, items), strict=True)
+        return Target(networks[0], match, {0: identity_permutation(graph)})
+    return _universe(graph, networks, match, progress)
 
 
 def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
@@ -77,42 +69,12 @@ def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
     return state
 
 
-def _medoid(
-    graph: SymmetryGraph, networks: Sequence[State], match: Match, candidates: int, threads: int, progress: Progress
-) -> Target:
-    """The network with the least sum of distances to the others after matching.
-
-    Matching all pairs is quadratic in their number, so at most ``candidates`` networks are compared, a sample that
-    depends on the number of networks only.
-    """
-    order = torch.randperm(len(networks), generator=torch.Generator().manual_seed(0), device="cpu")
-    chosen = sorted(order[:candidates].tolist())
-    pairs = [(i, j) for i in chosen for j in chosen if i < j]
-    found: dict[tuple[int, int], Matching] = {}
-    for i in chosen:
-        target = read(graph, networks, i)
-
-        def matching(j: int, target: State = target) -> Matching:
-            return match(target, read(graph, networks, j))
-
-        for j, one in bounded(matching, [b for a, b in pairs if a == i], threads):
-            found[i, j] = one
-            progress({"step": "comparing pairs", "done": len(found), "total": len(pairs)})
-    totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
-    best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
-    known = {best: identity_permutation(graph), **{j: m.permutation for (i, j), m in found.items() if i == best}}
-    return Target(networks[best], best, known, search={"candidates": chosen, "totals": totals})
-
-
-def _consensus(
-    graph: SymmetryGraph, networks: Sequence[State], match: Match, max_sweeps: int, progress: Progress
-) -> Target:
+def _universe(graph: SymmetryGraph, networks: Sequence[State], match: Match, progress: Progress) -> Target:
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
     C2M3, eq. 5), which is consistent along every cycle of networks. Each network descends from the permutation that it
-    has, so the sum never decreases, and a sweep that moves nothing ends them. Without sweeps it is the mean: further
-    passes against the mean of all would change nothing, since a network is a part of it.
+    has, so the sum never decreases, and a sweep that moves nothing ends them.
     """
     count = len(networks)
     like: State = {}
@@ -156,7 +118,7 @@ def _consensus(
         enter(state, held[k], {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
-    while sweep < max_sweeps and moved:
+    while sweep < _MOST_SWEEPS and moved:
         sweep, moved = sweep + 1, False
         for k in range(count):
             moved |= improve(k)
@@ -165,6 +127,8 @@ def _consensus(
     mean = permute_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
     return Target(
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
-        permutations={k: compose(back, permutation) for k, permutation in enumerate(held)},
-        search={"sweeps": sweep, "converged": sweep == 0 or not moved},
+        match,
+        {k: compose(back, permutation) for k, permutation in enumerate(held)},
+        sweep,
+        not moved,
     )

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tu_symmetry.alignment.align import Reference, certified, matcher
-from tu_symmetry.alignment.barrier import Loss, LossBarrier, barrier_of, between, mean_loss, measure
+from tu_symmetry.alignment.align import Reference, certified
+from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
-from tu_symmetry.alignment.matching import Solver
 from tu_symmetry.alignment.networks import Network, Networks, StateSource, read_network
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.evaluation import reusable
@@ -27,14 +25,13 @@ from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, require_alike
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
-from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
+from tu_symmetry.symmetry.elements import Permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 Weights = Literal["equal"] | Sequence[float]
 Scores = dict[str, float]
 Kept = MutableMapping[str, Any]
-Finish = Callable[[State, Sequence[State], Sequence[float]], State]
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE = 2**18  # entries that are worked on at a time
 
@@ -46,14 +43,12 @@ class Merged(Brief):
     Attributes:
         state: the merged network, on the device and in the dtypes of the first network that is part of it.
         weights: the weight of each network in it; they sum to one.
-        permutations: one for each network; identities where they were merged as they are.
+        permutations: one for each network.
         transpositions: number of transpositions (NoT) of each.
         correction: what was done about the statistics.
         members: scores of each network by itself: ``loss``, and further metrics by name. Empty without a loss.
         scores: the same of the merged network: ``naive`` (averaged as the networks were given), ``aligned``, and
             ``corrected``. Only those that differ are there; the last one is that of :attr:`state`.
-        lines: the losses along the straight lines from the first network of the merged one to each of the others, for
-            the steps of :attr:`scores`; empty unless ``points`` was given.
         certificates: for each permuted network, by how much its outputs on the graph's example inputs changed.
         uncertified: why nothing was measured; empty where something was.
     """
@@ -65,7 +60,6 @@ class Merged(Brief):
     correction: Correction
     members: list[Scores] = field(default_factory=list)
     scores: dict[str, Scores] = field(default_factory=dict)
-    lines: dict[str, list[LossBarrier]] = field(default_factory=dict)
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
 
@@ -73,8 +67,7 @@ class Merged(Brief):
     def barriers(self) -> dict[str, float]:
         """By how much the loss exceeds the weighted mean of the networks' own, for each of :attr:`scores`.
 
-        This is the excess at the merged network alone. The barrier of the literature is the largest excess over a line,
-        which :attr:`lines` hold where they were asked for.
+        This is the excess at the merged network alone; :func:`~tu_symmetry.loss_barrier` has the largest over a line.
         """
         chord = sum(w * one["loss"] for w, one in zip(self.weights, self.members, strict=False) if w > 0)
         return {step: found["loss"] - chord for step, found in self.scores.items()}
@@ -89,14 +82,10 @@ def merge(
     *,
     correction: Correction = "none",
     weights: Weights = "equal",
-    reference: Reference | Network | None = "first",
-    solver: Solver = "frank_wolfe",
-    only: Sequence[str] = (),
+    reference: Reference | Network = "first",
     loss: Loss | None = None,
     metrics: Mapping[str, Loss] | None = None,
     validation: Iterable[Any] | None = None,
-    points: int = 0,
-    certify: bool = True,
     resume: Kept | None = None,
     progress: Progress = lambda at: None,
 ) -> Merged:
@@ -106,7 +95,7 @@ def merge(
     aligned member itself; networks from files merge into the same as from memory.
 
     Args:
-        graph: the architecture's symmetry graph (verified on first use, where networks are aligned).
+        graph: the architecture's symmetry graph (verified on first use).
         states: at least two networks: state dicts, files that :func:`~tu_symmetry.load_state` reads, a
             :class:`~tu_symmetry.SampleStore`, or a stack with a leading sample axis, or routines as for
             :func:`~tu_symmetry.align`. Files and stores are read one network at a time, two or three times each.
@@ -115,33 +104,30 @@ def merge(
         correction: ``batchnorm``: :func:`~tu_symmetry.reestimate_batchnorm`. ``repair``: :func:`~tu_symmetry.repair`.
             A network that is merged of a single one stays as it is.
         weights: the share of each network: ``equal``, or numbers that are at least 0, which are divided by their sum.
-        reference: what the networks are aligned to, see :func:`~tu_symmetry.align`; or a network, also as a file; or
-            None to average them as they are (they are aligned already).
-        solver: how weights are matched, see :func:`~tu_symmetry.align`.
-        only: patterns of tensors' names: align partially, by the groups alone all of whose tensors match one of them
-            (``["down_blocks.*"]``); everything is aligned without any.
+        reference: what the networks are aligned to, see :func:`~tu_symmetry.align`; or a network, also as a file.
         loss: mean loss over a batch of (outputs, targets), by which the networks and each step are measured.
         metrics: further means over a batch, by name, measured beside the loss.
         validation: batches ``(inputs, targets)`` to measure on; if left out, ``dataloader``.
-        points: with 3 or more, also measure the loss at that many points of the line from the first network of the
-            merged one to each of the others, the ends included.
-        certify: measure that the outputs of each permuted network stay the same.
         resume: takes scores and permutations as they are found, and gives them back to a call with the same arguments.
         progress: called with ``{"step", "done", "total"}``; steps are ``measure``, ``align`` and ``average``.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights, outputs that a permutation changed.
         SampleFileError: a file that cannot be used.
-        TypeError: weights or points that are no numbers.
-        ValueError: fewer than two networks, weights that do not fit, a correction without data, points without a loss
-            and data, one or two points, a network without the statistics to be corrected; a network whose loss is NaN,
-            or statistics that are NaN or infinite (the message names the batch).
+        TypeError: weights that are no numbers.
+        ValueError: fewer than two networks, weights that do not fit, a correction without data, a network without the
+            statistics to be corrected; a network whose loss is NaN, or statistics that are NaN or infinite (the message
+            names the batch).
     """
-    graph = permutations_alone(graph, only) if only else graph
     networks = StateSource(states)
-    _check(len(networks), correction, dataloader is not None, points)
-    if (loss is not None or metrics or points) and (loss is None or (dataloader is None and validation is None)):
-        raise ValueError("scores and points need a loss, and validation= (or dataloader) to measure on")
+    if len(networks) < 2:
+        raise ValueError(f"merging needs at least two networks, got {len(networks)}")
+    if correction not in get_args(Correction):
+        raise ValueError(f"correction must be one of {', '.join(get_args(Correction))}; got {correction!r}")
+    if correction != "none" and dataloader is None:
+        raise ValueError(f"correction={correction!r} measures activations: pass a dataloader of training inputs")
+    if (loss is not None or metrics) and (loss is None or (dataloader is None and validation is None)):
+        raise ValueError("scores need a loss, and validation= (or dataloader) to measure on")
     kept: Kept = {} if resume is None else resume
     shares = _normalized(weights, len(networks))
     chosen = [k for k, share in enumerate(shares) if share > 0]
@@ -152,18 +138,12 @@ def merge(
     def tell(step: str, done: int) -> None:
         progress({"step": step, "done": done, "total": len(networks)})
 
-    def score(state: Mapping[str, Tensor]) -> Scores:
-        return measure(model, state, held, functions)
-
     def score_member(k: int) -> Scores:
         state = read(graph, networks, k)
-        found = score(state)
+        found = measure(model, state, held, functions)
         if math.isnan(found["loss"]):
             raise ValueError(f"states[{k}]: {_nan_batch(model, state, held, functions['loss'])}")
         return found
-
-    def finish(state: State, ends: Sequence[State], ratios: Sequence[float]) -> State:
-        return correct(model, ends, ratios, state, data, correction)
 
     members: list[Scores] = []
     for k in range(len(networks) if functions else 0):  # before the long work: the data may be of no use
@@ -171,121 +151,50 @@ def merge(
             kept[f"scores/{k}"] = score_member(k)
         members.append(kept[f"scores/{k}"])
         tell("measure", k + 1)
-    if reference is None:  # nothing is permuted, and so nothing is verified
-        for k in range(len(networks)):
-            read(graph, networks, k)
-            tell("align", k + 1)
-        permutations = [identity_permutation(graph)] * len(networks)
-        certificates: list[Certificate] = []
-        uncertified = "the networks were merged as they are"
-    else:
-        permutations, certificates, uncertified = _align(graph, networks, reference, solver, certify, kept, tell)
+    permutations, certificates, uncertified = _align(graph, networks, reference, kept, tell)
     aligned = networks.permuted(graph, permutations)
     counts = [transposition_count(p) for p in permutations]
-    moved = any(counts[k] for k in chosen)
     scores: dict[str, Scores] = {}
-    if functions and moved and len(chosen) > 1:
-        scores["naive"] = score(_average(networks, shares))
+    if functions and len(chosen) > 1 and any(counts[k] for k in chosen):
+        scores["naive"] = measure(model, _average(networks, shares), held, functions)
     state = _average(aligned, shares, lambda done: tell("average", done))
     if functions:
-        scores["aligned"] = score(state)
+        scores["aligned"] = measure(model, state, held, functions)
     if correction != "none" and len(chosen) > 1:
-        state = finish(state, aligned.only(chosen), [shares[k] for k in chosen])
+        state = correct(model, aligned.only(chosen), [shares[k] for k in chosen], state, data, correction)
         if functions:
-            scores["corrected"] = score(state)
-    lines: dict[str, list[LossBarrier]] = {}
-    if points:
-
-        def walk(ends: StateSource, finish: Finish | None = None) -> list[LossBarrier]:
-            pairs = (ends.only([chosen[0], k]) for k in chosen[1:])
-            return [_line(model, held, functions["loss"], points, pair, finish) for pair in pairs]
-
-        lines = {"naive": walk(networks)} if moved else {}
-        lines["aligned"] = walk(aligned)
-        if correction != "none":
-            lines["corrected"] = walk(aligned, finish)
-    return Merged(state, shares, permutations, counts, correction, members, scores, lines, certificates, uncertified)
+            scores["corrected"] = measure(model, state, held, functions)
+    return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified)
 
 
 def _align(
     graph: SymmetryGraph,
     networks: StateSource,
     reference: Reference | Network,
-    solver: Solver,
-    certify: bool,
     kept: Kept,
     tell: Callable[[str, int], None],
 ) -> tuple[list[Permutation], list[Certificate], str]:
     """Permutations of all networks; one of them is in memory beside what it is matched to."""
     graph.require_verified()
-    word = isinstance(reference, str) and reference in get_args(Reference)
-    anchor: Any = reference if word else read_network(reference, "reference")
-    if not word:
+    anchor: Any = reference
+    if not (isinstance(reference, str) and reference in get_args(Reference)):
+        anchor = read_network(reference, "reference")
         graph.check_state(anchor, name="reference")
-    match = matcher(graph, "weights", solver, "product", None, None)
-    target = find_target(graph, networks, anchor, match)
+    target = find_target(graph, networks, anchor)
     permutations: list[Permutation] = []
     certificates: list[tuple[Certificate | None, str]] = []
     for k in range(len(networks)):
         state = read(graph, networks, k)
-        if k in target.permutations:
-            permutations.append(target.permutations[k])
-        else:
-            if f"permutation/{k}" not in kept:
-                kept[f"permutation/{k}"] = match(target.state, state).permutation
-            permutations.append(kept[f"permutation/{k}"])
+        if f"permutation/{k}" not in kept:
+            kept[f"permutation/{k}"] = target.permutation(k, state)
+        permutations.append(kept[f"permutation/{k}"])
         if reference != "first" or k:
             moved = permute_tensors(graph, permutations[k], state)
-            name = f"states[{k}], aligned"
-            certificates.append(measured(graph, state, moved, name, wanted=certify, rounded=False))
+            certificates.append(measured(graph, state, moved, f"states[{k}], aligned", rounded=False))
             del moved
         del state  # before the next one is read
         tell("align", k + 1)
     return permutations, *certified(certificates)
-
-
-def _line(
-    model: nn.Module, data: Iterable[Any], loss: Loss, points: int, ends: StateSource, finish: Finish | None
-) -> LossBarrier:
-    """Losses along the line between two networks; inner points are corrected."""
-    line = []
-    for number in range(points):
-        ratio = number / (points - 1)
-        shares = [1 - ratio, ratio]
-        state = _average(ends, shares)
-        if finish is not None and 0 < ratio < 1:
-            state = finish(state, ends, shares)
-        line.append((ratio, mean_loss(model, state, data, loss)))
-        del state
-    return barrier_of(line)
-
-
-def permutations_alone(graph: SymmetryGraph, only: Sequence[str] = ()) -> SymmetryGraph:
-    """What a merge uses of a graph: its permutation groups, or those all of whose tensors match a pattern.
-
-    Scales are left out, so that a graph that is not verified yet is verified for what is used of it alone, which takes
-    a large network a quarter of the memory.
-
-    Raises:
-        ValueError: no group has all its tensors there.
-    """
-    inside = {name for name, names in graph.aliases.items() if any(fnmatchcase(n, p) for n in names for p in only)}
-    out = [g.name for g in graph.permutations if only and not {m.parameter for m in g.members} <= inside]
-    if out and len(out) == len(graph.permutations):
-        raise ValueError(f"only={list(only)}: no permutation group has all its tensors there; print(graph) lists them")
-    return replace(graph.without(*out), scales=(), normalizations=(), scale_terms={})
-
-
-def _check(count: int, correction: str, has_data: bool, points: int) -> None:
-    check_number(points, "points", whole=True)
-    if points < 0 or 0 < points < 3:
-        raise ValueError(f"points={points}: a line has at least 3 points, its ends included; 0 measures none")
-    if count < 2:
-        raise ValueError(f"merging needs at least two networks, got {count}")
-    if correction not in get_args(Correction):
-        raise ValueError(f"correction must be one of {', '.join(get_args(Correction))}; got {correction!r}")
-    if correction != "none" and not has_data:
-        raise ValueError(f"correction={correction!r} measures activations: pass a dataloader of training inputs")
 
 
 def _normalized(weights: Any, count: int) -> list[float]:
@@ -326,44 +235,24 @@ def average(states: Networks, weights: Weights = "equal") -> State:
 def _average(networks: StateSource, shares: Sequence[float], tell: Callable[[int], None] = lambda done: None) -> State:
     """The weighted mean: the sum so far moves towards each network by its share in both, in single precision at least.
 
-    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter. Networks that can be
-    read tensor by tensor are, so that the mean alone is in memory. Others are read one after the other, beside the sum.
+    Weights ``1/2, 1/4, 1/4`` move it by 1, then by a third of the distance, then by a quarter.
     """
-    ratios = {k: share / sum(shares[: k + 1]) for k, share in enumerate(shares) if share > 0}
-    opened = {k: networks.open(k) for k in ratios}
-    first = next(iter(opened.values()))
-    if first is not None and all(network is not None for network in opened.values()):
-        mean = as_given(first, {})
-        for name in first:
-            dtype, total = None, None
-            for k, network in opened.items():
-                assert network is not None
-                tensor = network[name]
-                dtype = dtype or tensor.dtype
-                total = _towards(total, tensor, ratios[k])
-                del tensor
-            assert total is not None and dtype is not None
-            mean[name] = total.to(dtype)
-            del total
-        tell(len(networks))
-        return mean
-    mean = {}
-    like: dict[str, torch.dtype] = {}
-    for k in range(len(networks)):
-        if k in ratios:
-            network = networks[k]
+    mean: State = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for k, share in enumerate(shares):
+        if share > 0:
+            network, ratio = networks.open(k), share / sum(shares[: k + 1])
             mean = mean or as_given(network, {})
-            for name in list(network):
-                tensor = network.pop(name)
-                like.setdefault(name, tensor.dtype)
-                mean[name] = _towards(mean.get(name), tensor, ratios[k])
+            for name in network:
+                tensor = network[name]
+                dtypes.setdefault(name, tensor.dtype)
+                mean[name] = _towards(mean.get(name), tensor, ratio)
                 del tensor
             del network  # before the next one is read
         tell(k + 1)
-    narrow = as_given(mean, {})
-    for name, dtype in like.items():
-        narrow[name] = mean.pop(name).to(dtype)
-    return narrow
+    for name, dtype in dtypes.items():
+        mean[name] = mean[name].to(dtype)
+    return mean
 
 
 def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:

@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from tu_symmetry.modules import is_source
-from tu_symmetry.states import State, load_state, open_state, read_state, unstack, without_prefix
-from tu_symmetry.symmetry.action import Permuted, permute_entries
+from tu_symmetry.states import State, as_given, load_state, open_state, read_state, unstack
+from tu_symmetry.symmetry.action import Permuted
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -45,45 +45,37 @@ class StateSource(Sequence[State]):
 
     def only(self, indices: Sequence[int]) -> StateSource:
         """Some of the networks, in another order."""
-        return self._with(chosen=[self._chosen[k] for k in indices])
+        made = StateSource(self)
+        made._chosen = [self._chosen[k] for k in indices]
+        return made
 
     def permuted(self, graph: SymmetryGraph, permutations: Sequence[Permutation]) -> StateSource:
         """All of the networks with permuted units."""
-        return self._with(graph=graph, permutations=permutations)
-
-    def _with(self, **changed: Any) -> StateSource:
-        made = StateSource(self._source, prefix=self._prefix)
-        vars(made).update(vars(self), **{f"_{name}": value for name, value in changed.items()})
+        made = StateSource(self)
+        made._graph, made._permutations = graph, permutations
         return made
 
     def __len__(self) -> int:
         return len(self._chosen)
 
     def __getitem__(self, index: Any) -> Any:
+        network = self.open(index)
+        return as_given(network, dict(network))
+
+    def open(self, index: int) -> Mapping[str, Tensor]:
+        """A network whose tensors are read and permuted one by one, as far as its file allows it."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         k = self._chosen[index]
-        state = read_network(self._source[k], f"states[{k}]", self._prefix)
-        if self._graph is not None:
-            permute_entries(self._graph, self._permutations[k], state)
-        return state
-
-    def open(self, index: int) -> Mapping[str, Tensor] | None:
-        """A network whose tensors are read and permuted one by one; None where it has to be read as a whole."""
-        k = self._chosen[index]
-        if not isinstance(self._source, (list, tuple)):
-            return None
-        network: Any = self._source[k]
+        network = self._source[k]
+        state: Mapping[str, Tensor]
         if isinstance(network, (str, os.PathLike)):
-            network = open_state(network, prefix=self._prefix)
-        elif is_source(network):
-            network = read_state(network, f"states[{k}]")
-        return Permuted(self._graph, self._permutations[k], network) if self._graph is not None and network else network
+            state = open_state(network, prefix=self._prefix)
+        else:
+            state = read_state(network, f"states[{k}]")
+        return state if self._graph is None else Permuted(self._graph, self._permutations[k], state)
 
 
-def read_network(network: Network, name: str, prefix: str = "") -> State:
-    """One network's state, from memory or a file."""
-    if isinstance(network, (str, os.PathLike)):
-        network = load_state(network)
-        network = without_prefix(network, prefix) or network
-    return read_state(network, name)
+def read_network(network: Network, name: str) -> State:
+    """One network, from memory or a file."""
+    return load_state(network) if isinstance(network, (str, os.PathLike)) else read_state(network, name)

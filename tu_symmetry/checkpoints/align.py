@@ -1,7 +1,7 @@
-"""Aligning many checkpoint files, a few in memory at a time; results of an interrupted run are used again.
+"""Aligning many checkpoint files, two in memory at a time; results of an interrupted run are used again.
 
 For every checkpoint the folder takes ``NAME.safetensors``, the aligned weights, and ``NAME.permutation.safetensors``;
-what they were made of stands in their headers. With a mean it also takes ``mean.safetensors``, the mean of all.
+what they were made of stands in their headers. With a universe it also takes ``mean.safetensors``, the mean of all.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tu_symmetry.alignment.align import matcher
-from tu_symmetry.alignment.consensus import Reference, Target, bounded, find_target
-from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
+from tu_symmetry.alignment.consensus import Reference, Target, find_target
+from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.checkpoints.files import (
     FORMAT,
@@ -30,28 +29,18 @@ from tu_symmetry.checkpoints.files import (
     refuse_foreign,
     sha256,
     silent,
+    verified_permutations,
     write_owned,
 )
-from tu_symmetry.files import (
-    FileError,
-    check_file,
-    clear_scratch,
-    digest_of,
-    lock_folder,
-    without_nan,
-    write_json,
-    write_text,
-)
+from tu_symmetry.files import FileError, check_file, clear_scratch, lock_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import measured
-from tu_symmetry.symmetry.elements import Permutation, identity_permutation, transposition_count
+from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 REPORT, REPORT_DATA = "report.md", "report.json"
-BARRIERS, FIGURE = "barriers.json", "barriers.png"
-_MARKS = {REPORT: "<!-- tu_symmetry.aligned -->", **dict.fromkeys((REPORT_DATA, BARRIERS), f'"format": "{FORMAT}"')}
+_MARKS = {REPORT: "<!-- tu_symmetry.aligned -->", REPORT_DATA: f'"format": "{FORMAT}"'}
 _FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
@@ -79,24 +68,19 @@ class Aligned:
 class FileAlignment:
     """What :func:`align_files` did.
 
-    ``mode`` is ``file`` or a word of ``reference``; ``reference`` the file that distances are measured to, of a mean
-    ``mean.safetensors`` in the folder; ``search`` how it was found (candidates of a medoid and their totals, sweeps of
-    a universe); ``skipped`` how many files had been done before.
+    ``mode`` is ``file``, ``first`` or ``universe``; ``reference`` the file that distances are measured to, of a
+    universe ``mean.safetensors`` in the folder; ``skipped`` how many files had been done before.
     """
 
     architecture: str
     mode: str
     reference: str
     reference_sha256: str
-    search: dict[str, Any]
-    options: dict[str, Any]
+    sweeps: int
+    converged: bool
+    prefix: str
     files: tuple[Aligned, ...]
     skipped: int
-
-    @property
-    def key(self) -> str:
-        """Digest of all that the aligned weights depend on."""
-        return digest_of([self.mode, self.reference_sha256, self.options, [f.source_sha256 for f in self.files]])
 
     def grid(self, limit: int | None = None) -> Grid:
         """The table of distances and NoT, of at most so many rows; paths are relative to the folder of all."""
@@ -113,27 +97,13 @@ class FileAlignment:
         ]
         if len(rows) < len(self.files):
             rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", "", "", "", ""])
-        named = os.path.relpath(self.reference, shared)
-        target = {
-            "mean": "the mean of all (each was matched to the mean of those before it)",
-            "universe": "the mean of all",
-            "medoid": f"their medoid {named}",
-        }.get(self.mode, named)
-        count = "1 checkpoint" if len(self.files) == 1 else f"{len(self.files)} checkpoints"
-        return Grid(
-            title=f"{count} of {self.architecture} aligned to {target}",
-            header=["checkpoint", "NoT", "distance before", "distance after", "output change"],
-            rows=rows,
-            caption=self._caption(),
-        )
-
-    def _caption(self) -> str:
-        if self.mode == "medoid" and len(self.search["candidates"]) < len(self.files):
-            return f"the medoid of {len(self.search['candidates'])} of the {len(self.files)} files, drawn at random"
+        target, caption = os.path.relpath(self.reference, shared), ""
         if self.mode == "universe":
-            end = "the last one moved nothing" if self.search["converged"] else "the last one still moved units"
-            return f"sweeps: {self.search['sweeps']}; {end}"
-        return ""
+            end = "the last one moved nothing" if self.converged else "the last one still moved units"
+            target, caption = "the mean of all", f"sweeps: {self.sweeps}; {end}"
+        count = "1 checkpoint" if len(self.files) == 1 else f"{len(self.files)} checkpoints"
+        header = ["checkpoint", "NoT", "distance before", "distance after", "output change"]
+        return Grid(f"{count} of {self.architecture} aligned to {target}", header, rows, caption)
 
 
 def align_files(
@@ -143,88 +113,65 @@ def align_files(
     *,
     reference: Path | Reference = "first",
     prefix: str = "",
-    solver: Solver = "frank_wolfe",
-    threads: int = 1,
     track: Track = silent,
 ) -> FileAlignment:
     """Align checkpoint files, by the words of :func:`tu_symmetry.align`; files that a former run has aligned are kept.
 
-    In memory are the reference (for a mean: the sum of all, float64) and, for each thread, one network, its permuted
-    copy, and what matching needs. All files are checked before the first is written.
-
-    The ``prefix`` is taken off the names in files; files whose names have none are read as they are. So many networks
-    as there are ``threads`` are matched at the same time (a mean and sweeps go one after the other).
+    In memory are the reference (for a universe: the sum of all, float64), one network, its permuted copy, and what
+    matching needs. All files are checked before the first is written. The ``prefix`` is taken off the names in files;
+    files whose names have none are read as they are.
     """
     mode = reference if isinstance(reference, str) else "file"
-    averaged = mode in ("mean", "universe")
-    if (averaged or mode == "medoid") and len(checkpoints) < 2:
-        raise FileError(f"a {mode} needs at least two checkpoints, got one")
+    if mode == "universe" and len(checkpoints) < 2:
+        raise FileError("a universe needs at least two checkpoints, got one")
     if out.exists() and not out.is_dir():
         raise FileError(f"{out} is a file, and the results need a folder; choose another name with --out")
     names = [f"{name}{suffix}" for name in output_names(checkpoints) for suffix in (".safetensors", PERMUTATION)]
     tensors, texts = [out / name for name in (*names, MEAN)], {out / name: mark for name, mark in _MARKS.items()}
-    inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
-    refuse_foreign(tensors, texts, inputs, others=[out / FIGURE])
-    graph.require_verified()
+    refuse_foreign(tensors, texts, [*checkpoints, reference] if isinstance(reference, Path) else checkpoints)
+    graph = verified_permutations(graph, track)
     files = check_checkpoints(graph, checkpoints, prefix, track)
     given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
     out.mkdir(parents=True, exist_ok=True)
     with lock_folder(out):
-        clear_scratch(out, of={path.name for path in (*tensors, *texts, out / FIGURE)})
+        clear_scratch(out, of={path.name for path in (*tensors, *texts)})
         with track("finding what to align to", len(files)) as tracker:
             target = find_target(
                 graph,
                 StateSource(list(checkpoints), prefix=prefix),
                 given,
-                matcher(graph, "weights", solver, "product", None, None),
-                threads=threads,
-                progress=lambda at: tracker.update(at["done"] * len(files) // at["total"], what=at["step"]),
+                progress=lambda at: tracker.update(at["done"], what=at["step"]),
             )
-        search = dict(target.search)
-        if mode == "medoid":
-            search["candidates"] = [str(files[k].path) for k in search["candidates"]]
-        if averaged:
-            write_owned(out / MEAN, target.state, {"mean_of": len(files)})
-        path = reference if isinstance(reference, Path) else out / MEAN
-        path = path if target.index is None else files[target.index].path
-        options = {"solver": solver, "prefix": prefix}
-        digest = sha256(path)
+        path = reference if isinstance(reference, Path) else files[0].path
+        if mode == "universe":
+            path = out / MEAN
+            write_owned(path, target.state, {"mean_of": len(files)})
         header = {
             "architecture": graph.architecture,
-            "mode": "mean" if averaged else "file",
-            "reference_sha256": digest,
-            "options": options,
+            "mode": "mean" if mode == "universe" else "file",
+            "reference_sha256": sha256(path),
+            "prefix": prefix,
         }
-
-        def one(k: int) -> Aligned:
-            state, permutation = load_checkpoint(graph, files[k].path, prefix), target.permutations.get(k)
-            if files[k].sha256 == digest:
-                permutation = identity_permutation(graph)
-            elif permutation is None:
-                permutation = weight_matching(graph, target.state, state, solver=solver).permutation
-            return _write(graph, files[k], out, header, target, state, permutation)
-
-        done = [_done_before(out, file, header) for file in files]
-        results = {k: found for k, found in enumerate(done) if found is not None}
-        skipped, todo = len(results), [k for k in range(len(files)) if k not in results]
-        before = f" ({skipped} done before)" if skipped else ""
-        with track(f"{'writing' if averaged else 'aligning'}{before}", len(todo)) as tracker:
-            for k, result in bounded(one, todo, threads):
-                results[k] = result
-                tracker.update(len(results) - skipped, file=files[k].path.name)
+        results: list[Aligned] = []
+        skipped = 0
+        with track("aligning", len(files)) as tracker:
+            for k, file in enumerate(files):
+                found = _done_before(out, file, header)
+                skipped += found is not None
+                results.append(found or _align(graph, file, k, target, out, header))
+                tracker.update(k + 1, file=file.path.name)
         alignment = FileAlignment(
             architecture=graph.architecture,
             mode=mode,
-            reference=MEAN if averaged else str(path),
-            reference_sha256=digest,
-            search=search,
-            options=options,
-            files=tuple(results[k] for k in range(len(files))),
+            reference=MEAN if mode == "universe" else str(path),
+            reference_sha256=header["reference_sha256"],
+            sweeps=target.sweeps,
+            converged=target.converged,
+            prefix=prefix,
+            files=tuple(results),
             skipped=skipped,
         )
-        if (out / BARRIERS).exists():
-            (out / FIGURE).unlink(missing_ok=True)
-        write_reports(out, alignment)
+        _write_reports(out, alignment)
     return alignment
 
 
@@ -233,16 +180,13 @@ def _aligned(file: Checkpoint, figures: Mapping[str, Any]) -> Aligned:
     return Aligned(str(file.path), file.sha256, *names, **{name: figures[name] for name in _FIGURES})
 
 
-def _write(
-    graph: SymmetryGraph,
-    file: Checkpoint,
-    out: Path,
-    header: Mapping[str, Any],
-    target: Target,
-    state: State,
-    permutation: Permutation,
+def _align(
+    graph: SymmetryGraph, file: Checkpoint, k: int, target: Target, out: Path, header: Mapping[str, Any]
 ) -> Aligned:
     """Write the permuted network, whose outputs are compared, and the permutation."""
+    state = load_checkpoint(graph, file.path, header["prefix"])
+    is_reference = file.sha256 == header["reference_sha256"]
+    permutation = identity_permutation(graph) if is_reference else target.permutation(k, state)
     moved = permute_tensors(graph, permutation, state)
     certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=False)
     figures = {
@@ -271,35 +215,24 @@ def _done_before(out: Path, file: Checkpoint, header: Mapping[str, Any]) -> Alig
     return _aligned(file, first)
 
 
-def _certified(alignment: FileAlignment) -> str:
-    """A sentence on the measured change of outputs."""
-    changes = [f.output_change for f in alignment.files if f.output_change is not None]
-    if len(changes) < len(alignment.files):
-        return "Changes of outputs were not measured: the network could not be run with these weights."
-    allowed = max(f.output_change_allowed or 0.0 for f in alignment.files)
-    return (
-        f"Certified on the example input: no network's outputs change by more than {max(changes):.0e} of their size "
-        f"(rounding explains {allowed:.0e})."
-    )
-
-
-def write_reports(
-    out: Path, alignment: FileAlignment, barriers: Mapping[str, Any] | None = None, text: str = ""
-) -> None:
-    """Write ``report.json`` and ``report.md``, with what was measured on data, and a section on it."""
+def _write_reports(out: Path, alignment: FileAlignment) -> None:
+    """Write ``report.json`` and ``report.md``."""
     content = {"format": FORMAT, "version": VERSION, **asdict(alignment)}
     del content["skipped"]
-    if barriers is not None:
-        content["barriers"] = barriers
     write_json(out / REPORT_DATA, without_nan(content))
+    changes = [f.output_change for f in alignment.files if f.output_change is not None]
+    certified = "Changes of outputs were not measured: the network could not be run with these weights."
+    if len(changes) == len(alignment.files):
+        allowed = max(f.output_change_allowed or 0.0 for f in alignment.files)
+        certified = (
+            f"Certified on the example input: no network's outputs change by more than {max(changes):.0e} of their "
+            f"size (rounding explains {allowed:.0e})."
+        )
     grid = alignment.grid()
-    options = ", ".join(f"{k} {v!r}" for k, v in alignment.options.items())
     parts = [
         _MARKS[REPORT],
         f"# {grid.title}",
         grid.markdown(),
-        f"L2 distances between parameters; NoT is the number of transpositions. {_certified(alignment)} Options: "
-        f"{options}.",
-        text,
+        f"L2 distances between parameters; NoT is the number of transpositions. {certified}",
     ]
-    write_text(out / REPORT, "\n\n".join(p.strip("\n") for p in parts if p) + "\n")
+    write_text(out / REPORT, "\n\n".join(part.strip("\n") for part in parts) + "\n")

@@ -9,18 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
 
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
-from tu_symmetry.sources import SUFFIXES
+from tu_symmetry.files import SUFFIXES
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.tracing import batch_axis_missing
-from tu_symmetry.symmetry.verification import verify_symmetries
 
 _ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision
 
@@ -36,7 +34,6 @@ class Architecture:
     model: str
     inputs: Sequence[str]
     init: Sequence[str] = ()
-    kwargs: Sequence[str] = ()
     dtype: torch.dtype = torch.float32
 
     def build(self) -> nn.Module:
@@ -45,28 +42,24 @@ class Architecture:
             torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             return _build(self.model, self.init).to(self.dtype)
 
-    def discover(self, console: Console, *, verify: bool = True) -> SymmetryGraph:
-        """Build the module, find its symmetries and verify them, saying on ``console`` what takes how long."""
+    def discover(self, console: Console) -> SymmetryGraph:
+        """Build the module and find its symmetries, saying on ``console`` what takes how long."""
         with step(console, f"building {self.model}"):
             module = self.build().eval()
         generator = torch.Generator().manual_seed(0)
         inputs = tuple(parse_input(text, self.dtype, generator) for text in self.inputs)
-        shaped = [text for text in self.kwargs if ":" in text.partition("=")[2]]
-        kwargs = parse_assignments([text for text in self.kwargs if text not in shaped], "--kwargs")
-        for text in shaped:
-            key, _, value = text.partition("=")
-            kwargs[key] = parse_input(value, self.dtype, generator)
         with step(console, "running it once"):
-            self._run(module, inputs, kwargs)
-        return discovered(console, module, inputs, kwargs, verify=verify)
+            self._run(module, inputs)
+        with step(console, "discovering its symmetries"):
+            return discover_symmetries(module, inputs)
 
-    def _run(self, module: nn.Module, inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    def _run(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                module(*inputs, **kwargs)
+                module(*inputs)
         except Exception as error:
             shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in inputs)
-            if batch_axis_missing(module, inputs, kwargs):
+            if batch_axis_missing(module, inputs, {}):
                 typed = " ".join(f"--input 1,{text}" for text in self.inputs)
                 raise ArchitectureError(
                     f"batch axis missing? The forward pass of {self.model} fails on inputs {shapes}, and runs with "
@@ -75,20 +68,8 @@ class Architecture:
             raise ArchitectureError(
                 f"the forward pass of {self.model} fails on inputs {shapes}: {type(error).__name__}: "
                 f"{_first_line(error)}. Check --input (one for each positional argument, with its batch axis; integers "
-                "as 1,16:long), --kwargs and --init"
+                "as 1,16:long) and --init"
             ) from error
-
-
-def discovered(
-    console: Console, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, verify: bool
-) -> SymmetryGraph:
-    """The symmetries of a module, saying on ``console`` what takes how long."""
-    with step(console, "discovering its symmetries"):
-        graph = discover_symmetries(module, inputs, example_kwargs=kwargs)
-    if verify:
-        with step(console, "verifying them in float64"):
-            verify_symmetries(graph, module, inputs, example_kwargs=kwargs)
-    return graph
 
 
 def _build(dotted: str, init: Sequence[str]) -> nn.Module:
@@ -115,30 +96,6 @@ def _build(dotted: str, init: Sequence[str]) -> nn.Module:
         ) from error
     if not isinstance(module, nn.Module):
         raise ArchitectureError(f"{dotted} returns a {type(module).__name__}, not a torch.nn.Module")
-    return module
-
-
-def weightless(module: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """The same module, whose real weights take no memory any more: all of them are zero, and cannot be written to.
-
-    Tensors that the state dict leaves out stay as they are. With a ``dtype`` all floating-point tensors get it.
-    """
-    empty: dict[int, Tensor] = {}
-    held = {id(t) for t in module.state_dict(keep_vars=True).values() if t.is_floating_point() or t.is_complex()}
-    for part in module.modules():
-        for tensors in (part._parameters, part._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                if id(tensor) not in held or tensor.layout != torch.strided:
-                    tensors[name] = tensor.to(kind)  # type: ignore[assignment]
-                    continue
-                if id(tensor) not in empty:
-                    zeros = torch.zeros((), dtype=kind, device="cpu").expand(tensor.shape)
-                    own = isinstance(tensor, nn.Parameter)
-                    empty[id(tensor)] = nn.Parameter(zeros, tensor.requires_grad) if own else zeros
-                tensors[name] = empty[id(tensor)]  # type: ignore[assignment]
     return module
 
 

@@ -12,16 +12,16 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from tu_symmetry.files import FileError, digest_file, read_header, read_json, write_safetensors
+from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.files import FileError, digest_file, files_of, read_header, read_json, write_safetensors
 from tu_symmetry.reporting.progress import Track, Tracker
-from tu_symmetry.sources import files_of, is_remote, locate
-from tu_symmetry.states import State, SymmetryError, load_state, without_prefix
+from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -50,21 +50,25 @@ def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
 
 
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Files of weights, in the order given, each once however it is written.
-
-    Patterns are paths, globs (``**`` descends into folders), and all that :func:`tu_symmetry.sources.locate` knows.
-    """
+    """Files by their paths or globs (``**`` descends into folders), in the order given, each once."""
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
-        known = Path(pattern).exists() or is_remote(pattern)
-        matches = [pattern] if known else sorted(glob.glob(pattern, recursive=True))
-        if not matches:
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        files = [Path(match) for match in matches if Path(match).is_file()]
+        if not files:
             raise FileError(f"{pattern} is no file")
-        files = [match for match in matches if not Path(match).is_dir()]
-        for match in files or matches:  # folders that a glob of files meets are left out
-            for file in locate(match):
-                found.setdefault(os.path.abspath(file), file)
+        for file in files:
+            found.setdefault(os.path.abspath(file), file)
     return list(found.values())
+
+
+def verified_permutations(graph: SymmetryGraph, track: Track) -> SymmetryGraph:
+    """What alignment uses of a graph, verified: scales are left out, which large networks take long to verify."""
+    alone = replace(graph, scales=(), normalizations=(), scale_terms={})
+    with track("verifying the permutations in float64", 1) as tracker:
+        alone.require_verified()
+        tracker.update(1)
+    return alone
 
 
 def output_names(checkpoints: Sequence[Path]) -> list[str]:
@@ -85,8 +89,7 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
 
 def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
     """Read a network of the graph's architecture; a file without any name that has the prefix is read as it is."""
-    state = load_state(path)
-    state = without_prefix(state, prefix) or state
+    state = StateSource([path], prefix=prefix)[0]
     try:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
@@ -121,8 +124,7 @@ def check_checkpoints(graph: SymmetryGraph, paths: Sequence[Path], prefix: str, 
         raise FileError(errors[0])
     if errors:
         more = [f"and {len(errors) - 10} more"] if len(errors) > 10 else []
-        lines = "\n  ".join([f"{len(errors)} of {len(paths)} files cannot be aligned:", *errors[:10], *more])
-        raise FileError(lines)
+        raise FileError("\n  ".join([f"{len(errors)} of {len(paths)} files cannot be aligned:", *errors[:10], *more]))
     return found
 
 
@@ -147,7 +149,7 @@ def owned_header(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_foreign(
-    tensors: Sequence[Path], texts: Mapping[Path, str], inputs: Sequence[Path], *, others: Sequence[Path] = ()
+    tensors: Sequence[Path], texts: Mapping[Path, str], inputs: Sequence[Path], *, folders: Sequence[Path] = ()
 ) -> None:
     """Nothing that a run reads, and nothing that another program wrote, may be overwritten.
 
@@ -155,13 +157,13 @@ def refuse_foreign(
         tensors: safetensors files that the run writes.
         texts: other files that it writes, and a mark that each holds where an earlier run wrote it.
         inputs: what it reads; the parts of an index belong to it. Links, hard links and other cases of letters count.
-        others: files and folders that it writes or deletes, and whose owner is looked at elsewhere.
+        folders: folders that it deletes, and whose owner is looked at elsewhere.
     """
     read = {file: path for path in inputs for one in files_of(path) for file in _identities(one)}
     within = {folder for file in read if isinstance(file, Path) for folder in file.parents}
-    for path in (*tensors, *texts, *others):
+    for path in (*tensors, *texts, *folders):
         found = next((str(read[file]) for file in _identities(path) if file in read), "")
-        if found or (path in others and path.resolve() in within):
+        if found or (path in folders and path.resolve() in within):
             named = f" (as {found})" if found not in ("", str(path)) else ""
             raise FileError(
                 f"{path} is read by this command{named} and would be overwritten; choose another place with --out"

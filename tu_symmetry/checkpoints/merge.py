@@ -6,9 +6,6 @@ interruption the same command goes further. ``NAME.report.md`` and ``NAME.report
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.align import Reference
-from tu_symmetry.alignment.matching import Solver
-from tu_symmetry.alignment.merging import Merged, Weights, merge, permutations_alone
+from tu_symmetry.alignment.consensus import Reference
+from tu_symmetry.alignment.merging import Merged, Weights, merge
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.repair import Correction
-from tu_symmetry.checkpoints.barriers import CROSS_ENTROPY, BarrierData, check_loss
+from tu_symmetry.checkpoints.data import CROSS_ENTROPY, Data, check_loss
 from tu_symmetry.checkpoints.files import (
     Checkpoint,
     Track,
@@ -32,6 +28,7 @@ from tu_symmetry.checkpoints.files import (
     refuse_foreign,
     sha256,
     silent,
+    verified_permutations,
     write_owned,
 )
 from tu_symmetry.evaluation import accuracy
@@ -62,49 +59,39 @@ def merge_files(
     out: Path,
     model: nn.Module,
     *,
-    data: BarrierData | None = None,
+    data: Data | None = None,
     loss: str = CROSS_ENTROPY,
     weights: Weights = "equal",
     correction: Correction = "none",
-    reference: Reference | Path | None = "first",
-    solver: Solver = "frank_wolfe",
-    only: Sequence[str] = (),
-    points: int = 0,
+    reference: Reference | Path = "first",
     prefix: str = "",
     track: Track = silent,
 ) -> Merged:
     """Merge checkpoint files into one, by the words of :func:`tu_symmetry.merge`.
 
-    What is used of the graph is verified here (nothing, where networks are merged as they are). An ``out`` that an
-    earlier run wrote is replaced. ``data`` and ``loss``, a dotted name, are for statistics and scores.
+    An ``out`` that an earlier run wrote is replaced. ``data`` and ``loss``, a dotted name, are for statistics and
+    scores.
     """
     if out.suffix != ".safetensors" or out.is_dir():
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
         raise FileError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
-    if data is None and (correction != "none" or points):
-        raise FileError("corrections and points measure networks on data: pass --data")
+    if data is None and correction != "none":
+        raise FileError("corrections measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
     working = out.with_name(f"{out.stem}.merging")
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
-    refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, others=[working])
-    function = None if data is None else check_loss(model, data, loss, [correction])
-    graph = permutations_alone(graph, only)
-    _give_back()
-    if reference is not None:
-        with track("verifying the permutations in float64", 1) as tracker:
-            graph.require_verified()
-            tracker.update(1)
-        _give_back()
+    refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, folders=[working])
+    function = None if data is None else check_loss(model, data, loss, correction)
+    graph = verified_permutations(graph, track)
     files = check_checkpoints(graph, checkpoints, prefix, track)
     if data is not None:
         _check_precision(model, load_checkpoint(graph, files[0].path, prefix), files[0].path)
-    anchor = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
     made_of = {
         "architecture": graph.architecture,
         "files": [file.sha256 for file in files],
         "reference": sha256(reference) if isinstance(reference, Path) else reference,
-        "options": [prefix, solver, list(only), correction, loss],
+        "options": [prefix, correction, loss],
         "data": None if data is None else data.digest,
     }
     classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
@@ -112,17 +99,9 @@ def merge_files(
     out.parent.mkdir(parents=True, exist_ok=True)
     with (
         working_folder(working, made_of) as kept,
-        track("aligning, measuring and averaging", (3 if data else 2) * len(files)) as tracker,
+        track("measuring, aligning and averaging", len(files)) as tracker,
     ):
         clear_scratch(out.parent, of={path.name for path in (out, *reports, working)})
-        done = 0
-
-        def show(at: dict[str, Any]) -> None:
-            nonlocal done
-            done += 1
-            tracker.update(done)
-            _give_back(collect=False)
-
         merged = merge(
             graph,
             StateSource([file.path for file in files], prefix=prefix),
@@ -130,15 +109,12 @@ def merge_files(
             None if data is None else data.statistics,
             correction=correction,
             weights=weights,
-            reference=anchor,
-            solver=solver,
-            only=only,
+            reference=load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference,
             loss=function,
             metrics=metrics,
             validation=None if data is None else data.evaluation,
-            points=points,
             resume=kept,
-            progress=show,
+            progress=lambda at: tracker.update(at["done"], what=at["step"]),
         )
         report = _report(merged, files, reference, data, loss)
         write_owned(out, merged.state, {"merged": report})
@@ -147,18 +123,8 @@ def merge_files(
     return merged
 
 
-def _give_back(*, collect: bool = True) -> None:
-    """Return memory that is free to the system, which the C library of Linux keeps: for SDXL as much as a network."""
-    if collect:
-        gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
-
-
 def _report(
-    merged: Merged, files: Sequence[Checkpoint], reference: Reference | Path | None, data: BarrierData | None, loss: str
+    merged: Merged, files: Sequence[Checkpoint], reference: Reference | Path, data: Data | None, loss: str
 ) -> dict[str, Any]:
     """What ``NAME.report.json`` and the head of the merged file say."""
     report: dict[str, Any] = without_nan(
@@ -172,10 +138,6 @@ def _report(
             "members": merged.members,
             "scores": merged.scores,
             "barriers": merged.barriers,
-            "lines": {
-                step: [{"barrier": one.barrier, "ratios": one.ratios, "losses": one.losses} for one in found]
-                for step, found in merged.lines.items()
-            },
         }
     )
     return report
@@ -256,9 +218,4 @@ def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
         scores = [f"{found[key]:.4f}" for key in keys]
         rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
     caption = "barrier: by how much the loss exceeds the weighted mean of the networks' own" if keys else ""
-    if merged.lines:
-        points = len(merged.lines["aligned"][0].ratios) if merged.lines["aligned"] else 0
-        largest = {step: max((one.barrier for one in found), default=0.0) for step, found in merged.lines.items()}
-        told = ", ".join(f"{value:.4f} {STEPS[step]}" for step, value in largest.items())
-        caption += f". Largest excess over the lines from the first network to the others, {points} points each: {told}"
     return Grid("Merged network", header, rows, caption)

@@ -19,7 +19,7 @@ from tu_symmetry.cli.recipes import recipes, table
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {
     "table": ("run a recipe folder: its commands in order, the table, the plots and the report", table),
     "recipes": ("list the recipes that come with the package", recipes),
-    "inspect": ("print the symmetries of an architecture, and draw them", inspect),
+    "inspect": ("print the symmetries of an architecture", inspect),
     "align": ("align checkpoint files of one architecture", align),
     "merge": ("merge checkpoint files of one architecture into one network", merge),
 }

@@ -6,17 +6,20 @@ initialization. A server sees their weights alone: it aligns and averages them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from tu_symmetry import plot
-from tu_symmetry.alignment.barrier import LossBarrier
+from tu_symmetry.alignment.barrier import LossBarrier, loss_barrier
 from tu_symmetry.alignment.merging import Merged, merge
+from tu_symmetry.alignment.repair import repair
 from tu_symmetry.datamodules.images import DigitsDataModule, ImageDataModule
 from tu_symmetry.datamodules.readers import LabeledImages
 from tu_symmetry.evaluation import accuracy
@@ -24,6 +27,8 @@ from tu_symmetry.experiments.study import Images
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.states import State
+from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import Found, Report, table
@@ -86,37 +91,51 @@ def merge_clients(
     images = Images(data, "cpu")
     statistics = torch.cat([x for x, _ in data.train_dataloader()])[:num_statistics]
     stores = [SampleStore.open(folder, like=model.state_dict()) for folder in clients]
+    states = [store[len(store) - 1] for store in stores]
+    graph, validation = discover_symmetries(model, images.test.x[:2]), list(images.test)
     found = merge(
-        discover_symmetries(model, images.test.x[:2]),
-        [store[len(store) - 1] for store in stores],
+        graph,
+        states,
         model,
         [statistics],
         correction="repair",
-        loss=nn.functional.cross_entropy,
+        loss=cross_entropy,
         metrics={"accuracy": lambda outputs, y: outputs.new_tensor(accuracy(outputs, y), dtype=torch.float64)},
-        validation=list(images.test),
-        points=points,
+        validation=validation,
     )
+    aligned = [apply_permutation(graph, p, state) for p, state in zip(found.permutations, states, strict=True)]
+
+    def lines(ends: list[State], *, repaired: bool = False) -> list[LossBarrier]:
+        """From the first network to each of the others; networks between the two are repaired."""
+        walked = []
+        for end in ends[1:]:
+
+            def between(state: State, ratio: float, end: State = end) -> State:
+                return repair(model, [ends[0], end], [1 - ratio, ratio], state, [statistics])
+
+            merged = between if repaired else None
+            walked.append(loss_barrier(model, ends[0], end, validation, cross_entropy, points=points, merge=merged))
+        return walked
+
+    steps = {"naive": lines(states)} if any(found.transpositions) else {}
+    steps |= {"aligned": lines(aligned), "corrected": lines(aligned, repaired=True)}
     results = {
         "members": found.members,
         "scores": found.scores,
         "transpositions": found.transpositions,
-        "lines": {
-            step: [{"barrier": line.barrier, "ratios": line.ratios, "losses": line.losses} for line in lines]
-            for step, lines in found.lines.items()
-        },
+        "lines": {step: [asdict(line) for line in walked] for step, walked in steps.items()},
         "images": len(statistics),
     }
     plain = found.scores.get("naive", found.scores["aligned"])  # the same where no unit had to move
     best = f"{found.scores['corrected']['accuracy']:.1%} after alignment and REPAIR"
-    return Outcome(results, f"{plain['accuracy']:.1%} as they are, {best}", [clients_table(found)])
+    return Outcome(results, f"{plain['accuracy']:.1%} as they are, {best}", [clients_table(found, steps)])
 
 
-def clients_table(found: Merged) -> Grid:
+def clients_table(found: Merged, lines: Mapping[str, list[LossBarrier]]) -> Grid:
     """Clients, then the steps towards the merged network."""
     scores = {f"client {k}": (one, "") for k, one in enumerate(found.members)}
     for step, one in found.scores.items():
-        scores[STEPS[step]] = one, f"{max(line.barrier for line in found.lines[step]):.3f}"
+        scores[STEPS[step]] = one, f"{max(line.barrier for line in lines[step]):.3f}"
     columns = {
         "accuracy (%)": lambda row: f"{100 * row[0]['accuracy']:.1f}",
         "loss": lambda row: f"{row[0]['loss']:.3f}",

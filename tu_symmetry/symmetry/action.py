@@ -43,14 +43,9 @@ def permute_tensors(
 ) -> dict[str, Tensor]:
     """As :func:`apply_permutation`, for any subset of the tensors and without checks of their names."""
     moved = as_given(tensors, tensors)
-    permute_entries(graph, permutation, moved)
-    return moved
-
-
-def permute_entries(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    """As :func:`permute_tensors`, in the dictionary itself: besides it one tensor is in memory."""
     for name, steps in _steps(graph, permutation, tensors).items():
-        tensors[name] = _stepped(tensors[name], steps)
+        moved[name] = _stepped(tensors[name], steps)
+    return moved
 
 
 def permute_tensors_(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

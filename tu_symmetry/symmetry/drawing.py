@@ -42,18 +42,11 @@ tr.nested td.name { padding-left: 2rem; }
 .read { fill: #fff; stroke-width: 1.5; }
 """
 
-_HEAD = "<!DOCTYPE html>"
-_TITLE = "<title>Symmetries of "
 _LEGEND = (
     "A box is a layer, a line is a group. A dot: the group moves what the layer makes. A ring: it moves what the layer "
     "reads. Solid lines are permutations, thin ones permutations within blocks, dashed ones positive scales, dotted "
     "ones normalizations. Hover for names."
 )
-
-
-def is_drawing(content: bytes) -> bool:
-    """Whether a file is a page that :func:`to_html` has made."""
-    return content.startswith(_HEAD.encode()) and _TITLE.encode() in content[:200]
 
 
 def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
@@ -65,8 +58,9 @@ def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> st
     """
     of = escape(graph.architecture or "a network")
     parts = [
-        _HEAD,
-        f'<html lang="en"><head><meta charset="utf-8">{_TITLE}{of}</title><style>{_STYLE}</style></head><body>',
+        "<!DOCTYPE html>",
+        f'<html lang="en"><head><meta charset="utf-8"><title>Symmetries of {of}</title>'
+        f"<style>{_STYLE}</style></head><body>",
         f"<h1>Symmetries of {of}</h1>",
         _table([f"<th>{escape(k)}</th><td>{escape(v)}</td>" for k, v in summary(graph)]),
         f"<h2>Network</h2><p>{_LEGEND}</p>",
