@@ -36,31 +36,16 @@ def new_axes(ax: Any = None, panels: int = 1, *, width: float = 4.6, height: flo
     return figure, made[0][0] if panels == 1 else list(made[0])
 
 
-def bands(
-    x: Sequence[float], runs: Mapping[str, Any], *, xlabel: str = "", ylabel: str = "", title: str = "", ax: Any = None
-) -> Drawn:
-    """Means of ``[runs, points]`` (or ``[points]``) with plus and minus one standard deviation over runs shaded."""
-    from tu_symmetry.reporting.plots import COLORS, band
-
-    figure, axes = new_axes(ax)
-    for k, (label, values) in enumerate(runs.items()):
-        band(axes, x, np.atleast_2d(_array(values, flat=False)), COLORS[k % len(COLORS)], label)
-    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
-    if runs:
-        axes.legend(loc="best")
-    return figure, axes
-
-
 def interpolation(lines: Mapping[str, Any], *, ylabel: str = "loss", title: str = "", ax: Any = None) -> Drawn:
     """The loss along one or several lines of :func:`~tu_symmetry.loss_barrier` for each label, with the mean barriers.
 
     Raises:
         ValueError: no lines, or lines of different points.
     """
-    from tu_symmetry.reporting.plots import band
+    from tu_symmetry.reporting.plots import BLUE, COLORS, GRAY, band
 
     figure, axes = new_axes(ax)
-    colors = _colors(len(lines))
+    colors = (GRAY, BLUE) if len(lines) == 2 else COLORS  # of two, the first is the one before
     for k, (label, given) in enumerate(lines.items()):
         found = list(given) if isinstance(given, Sequence) else [given]
         if not found or len({tuple(one.ratios) for one in found}) != 1:
@@ -78,15 +63,16 @@ def interpolation(lines: Mapping[str, Any], *, ylabel: str = "loss", title: str 
 def sigma_histograms(sigmas: Mapping[str, Mapping[str, Any]], *, ax: Any = None) -> Drawn:
     """Distribution of the weights' standard deviations before (sigma_d) and after (sigma_r) symmetries are removed.
 
-    There is a panel for each title of ``{"before": values, "after": values}``: arrays, tensors, or states of tensors
-    (``CompactPosterior.std``), whose entries are taken together.
+    There is a panel for each title of ``{"before": values, "after": values}``, arrays or tensors.
     """
+    from tu_symmetry.reporting.plots import BLUE, GRAY
+
     figure, axes = new_axes(ax, len(sigmas), width=3.6, height=2.9)
     for one, (title, pair) in zip(np.atleast_1d(axes), sigmas.items(), strict=True):
-        values = {name: _array(found) for name, found in pair.items()}
+        values = {name: _array(found).reshape(-1) for name, found in pair.items()}
         top = max(float(np.quantile(s, 0.998)) for s in values.values())
         bins = np.linspace(0, top or 1.0, 60).tolist()
-        for (name, found), color, symbol in zip(values.items(), _colors(2), ("d", "r"), strict=False):
+        for (name, found), color, symbol in zip(values.items(), (GRAY, BLUE), ("d", "r"), strict=False):
             label = rf"$\sigma_{symbol}$, {name} (median {np.median(found):.2g})"
             one.hist(found, bins=bins, color=color, alpha=0.55, label=label, density=True)
             one.axvline(float(np.median(found)), color=color, linewidth=1, linestyle=(0, (3, 2)))
@@ -104,7 +90,7 @@ def barriers(
     Raises:
         ValueError: no square matrices.
     """
-    values = {title: _array(found, flat=False) for title, found in matrices.items()}
+    values = {title: _array(found) for title, found in matrices.items()}
     if not values or any(v.ndim != 2 or v.shape[0] != v.shape[1] for v in values.values()):
         raise ValueError(f"barriers need square matrices, got {[v.shape for v in values.values()]}")
     figure, axes = new_axes(ax, len(values), width=3.4, height=3.0)
@@ -122,34 +108,8 @@ def barriers(
     return figure, axes
 
 
-def bars(
-    values: Mapping[str, Sequence[float]], names: Sequence[str], *, ylabel: str = "", log: bool = False, ax: Any = None
-) -> Drawn:
-    """One bar for each name and label, side by side: masses of layers, precisions of groups."""
-    figure, axes = new_axes(ax, width=min(max(4.6, 0.25 * len(names)), 24))
-    colors = _colors(len(values))
-    wide = 0.8 / max(len(values), 1)
-    for k, (label, numbers) in enumerate(values.items()):
-        at = [i + (k - (len(values) - 1) / 2) * wide for i in range(len(names))]
-        axes.bar(at, list(numbers), wide, color=colors[k % len(colors)], label=label)
-    axes.set_xticks(range(len(names)), list(names), rotation=90 if len(names) > 4 else 0)
-    axes.set(ylabel=ylabel, yscale="log" if log else "linear")
-    axes.legend(loc="best")
-    return figure, axes
-
-
-def _colors(labels: int) -> Sequence[str]:
-    """Gray and blue for before and after; else one for each label."""
-    from tu_symmetry.reporting.plots import BLUE, COLORS, GRAY
-
-    return (GRAY, BLUE) if labels == 2 else COLORS
-
-
-def _array(values: Any, *, flat: bool = True) -> NDArray[np.float64]:
-    """Numbers as an array; the entries of a state's tensors together."""
-    if isinstance(values, Mapping):
-        return np.concatenate([_array(v) for v in values.values()])
+def _array(values: Any) -> NDArray[np.float64]:
+    """Numbers as an array, also those of a tensor on a device or in half precision."""
     if isinstance(values, Tensor):
         values = values.detach().cpu().double().numpy()
-    made: NDArray[np.float64] = np.asarray(values, dtype=float)
-    return made.reshape(-1) if flat else made
+    return np.asarray(values, dtype=float)

@@ -80,11 +80,11 @@ def recipes(parser: argparse.ArgumentParser) -> Handler:
     )
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.tables.library import configurations, library, titles
+        from tu_symmetry.tables.commands import load_table
+        from tu_symmetry.tables.library import configurations, library
 
-        known = library()
-        for name, title in titles().items():
-            print(f"{name:46} {title}\n{'':46} {known[name]}")
+        for name, folder in library().items():
+            print(f"{name:46} {load_table(folder).title}\n{'':46} {folder}")
         for name, file in configurations().items():
             print(f"{name:46} for `tu-symmetry fit --config {name}`\n{'':46} {file}")
         return 0

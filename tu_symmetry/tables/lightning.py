@@ -18,20 +18,21 @@ from typing import Any
 
 from jsonargparse import ActionYesNo
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.files import FileError, check_archive
-from tu_symmetry.tables.functions import add_folders, with_folders
-from tu_symmetry.tables.mistakes import ROOMS, OneLineParser
+from tu_symmetry.tables.functions import OneLineParser, add_folders, with_folders
 
 with scripting_unsaid():
     from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
+# whose classes a YAML file may name without their module
+ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines", "tu_symmetry.datamodules")
 
 
 class _Parser(OneLineParser, LightningArgumentParser):
@@ -125,15 +126,13 @@ def require_checkpoint(path: str) -> None:
     if "://" in path or path in ("last", "best", "hpc") or path.startswith("registry") or sharded:
         return
     if not place.is_file():
-        there = sorted(str(p) for p in (place if place.is_dir() else place.parent).glob("*.ckpt"))[:3]
-        beside = f"; {'in it' if place.is_dir() else 'beside it'} are {', '.join(there)}" if there else ""
-        raise ConfigError(f"--ckpt_path {path}: there is no such file{beside}")
+        raise ConfigError(f"--ckpt_path {path}: there is no such file")
     if not zipfile.is_zipfile(path):
-        raise ConfigError(f"--ckpt_path: {path} is truncated, or no file of torch.save; without it the run starts anew")
+        raise ConfigError(f"--ckpt_path: {path} is truncated, or no file of torch.save")
     try:
         check_archive(path)
     except FileError as error:
-        raise ConfigError(f"--ckpt_path: {error}; or take another; without it the run starts anew") from error
+        raise ConfigError(f"--ckpt_path: {error}, or take another") from error
     with zipfile.ZipFile(path) as archive:
         pickled = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
     if b"pytorch-lightning_version" not in pickled:
@@ -172,13 +171,3 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
         return SymmetryCLI(trainer_defaults={"callbacks": own})
     finally:
         sys.argv = before
-
-
-def was_cut(trainer: Trainer) -> bool:
-    """Whether ``max_time`` ended a fit that had not reached its last epoch or step."""
-    timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
-    if not any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers):
-        return False
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    reached = (epochs is not None and 0 <= epochs <= trainer.current_epoch) or 0 <= steps <= trainer.global_step
-    return not reached
