@@ -300,7 +300,6 @@ def barrier_grid(report: dict[str, Any], networks: int) -> Grid:
 
 def draw_matrices(report: dict[str, Any]) -> bytes:
     """Barriers between pairs as colors, before and after, two panels for each correction with one scale, as PNG."""
-    from tu_symmetry import plot
     from tu_symmetry.reporting import plots
 
     corrections = list(report["matrix"]["before"])
@@ -310,6 +309,6 @@ def draw_matrices(report: dict[str, Any]) -> bytes:
         for k, correction in enumerate(corrections):
             matrices = {f"{when}, {CORRECTIONS[correction]}": report["matrix"][when][correction] for when in WHEN}
             label = f"barrier{_unit(report['loss'])}"
-            plot.barriers(matrices, label=label, names=shown, ax=axes[len(WHEN) * k :][: len(WHEN)])
+            plots.barriers(axes[len(WHEN) * k :][: len(WHEN)], matrices, label=label, names=shown)
     drawn: bytes = content.getvalue()
     return drawn
