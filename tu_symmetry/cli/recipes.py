@@ -38,7 +38,6 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         default=[],
         help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5",
     )
-    parser.add_argument("--fresh", action="store_true", help="run every command again, whatever has been done")
     parser.add_argument("--print-commands", action="store_true", help="print what one would type, and run nothing")
 
     def run(arguments: argparse.Namespace) -> int | None:
@@ -60,7 +59,6 @@ def table(parser: argparse.ArgumentParser) -> Handler:
                 out=arguments.out,
                 data_root=arguments.data_root,
                 overrides=arguments.overrides,
-                fresh=arguments.fresh,
                 max_time=arguments.max_time,
                 display=display,
             )

@@ -149,7 +149,6 @@ def run_commands(
     out: str | Path | None = None,
     data_root: str | Path | None = None,
     overrides: Sequence[str] = (),
-    fresh: bool = False,
     max_time: timedelta | None = None,
     display: Display | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -160,7 +159,6 @@ def run_commands(
         out: run folder; the recipe's own by default.
         data_root: folder of data sets, ``$data_root`` in the files; ``data`` by default.
         overrides: ``NAME.FLAG=VALUE``: ``hmc.routine.num_samples=100`` is ``--routine.num_samples=100`` of ``hmc``.
-        fresh: run every command again, whatever has been done.
         max_time: stop after this long, a fit at the next point from which it resumes exactly (see
             :class:`~tu_symmetry.callbacks.LastCheckpoint`), anything else before it starts.
         display: where progress is shown; the terminal by default.
@@ -187,7 +185,7 @@ def run_commands(
     (root / MARKS).mkdir(parents=True, exist_ok=True)
     with lock_folder(root):
         clear_scratch(root)
-        return _Run(folder, table, root, data_root, flags, fresh, deadline, display or Display()).all()
+        return _Run(folder, table, root, data_root, flags, deadline, display or Display()).all()
 
 
 @dataclass
@@ -199,7 +197,6 @@ class _Run:
     root: Path
     data_root: str | Path | None
     flags: Mapping[str, list[str]]
-    fresh: bool
     deadline: float | None
     display: Display
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -207,7 +204,7 @@ class _Run:
     def all(self) -> dict[str, dict[str, Any]]:
         names = [command.name for command in self.table.commands]
         for command in self.table.commands:
-            if not self.fresh and set(command.needs) <= self.marks.keys():
+            if set(command.needs) <= self.marks.keys():
                 self._take(command)
         done = list(self.marks)
         self.display.plan(self.table.title, names, done)
@@ -267,7 +264,7 @@ class _Run:
             raise ConfigError(
                 f"{target} is there, and this table has not made it: move it away, or give another run folder (--out)"
             )
-        resumed = not self.fresh and old is not None and old["fingerprint"] == fingerprint and target.is_dir()
+        resumed = old is not None and old["fingerprint"] == fingerprint and target.is_dir()
         checkpoints = list(target.rglob("last*.ckpt")) if resumed and command.command == "fit" else []
         resumed = resumed and (command.command == "run" or bool(checkpoints))  # else cut before there was one
         if resumed:
