@@ -21,7 +21,6 @@ import yaml
 
 from tu_symmetry.configs import ConfigError, read_mapping
 from tu_symmetry.files import (
-    FileError,
     clear_scratch,
     digest_file,
     digest_folder,
@@ -246,12 +245,7 @@ class _Run:
 
     def _read_mark(self, name: str) -> dict[str, Any] | None:
         path = self.root / MARKS / f"{name}.json"
-        if not path.exists():
-            return None
-        try:
-            return read_json(path)[0]
-        except FileError as error:
-            raise ConfigError(f"{error}; remove it to have {name} made again") from error
+        return read_json(path)[0] if path.exists() else None
 
     def _mark(self, name: str, **mark: Any) -> dict[str, Any]:
         write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
