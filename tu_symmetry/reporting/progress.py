@@ -1,9 +1,9 @@
-"""What a run shows: which commands there are, how far the one at work is, and what comes next."""
+"""What a run shows: which command is at work, how far it is, and what came out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -102,21 +102,14 @@ class Display:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
 
-    def plan(self, title: str, commands: Sequence[str], done: Sequence[str]) -> None:
-        """Announce the table and its commands."""
-        self.console.print(f"[bold]{title}[/bold]")
-        if len(done) < len(commands):
-            names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in commands)
-            self.console.print(f"commands: {names}", soft_wrap=True)
-
     def note(self, text: str) -> None:
         """Say something that the reader should know."""
         self.console.print(f"    {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
 
-    def started(self, name: str, *, resumed: bool, following: str | None) -> None:
-        """Say that a command starts, and what follows."""
-        after = f" [dim](next: {following})[/dim]" if following else ""
-        self.console.print(f"[bold blue]▸[/bold blue] {name}{' [yellow](resuming)[/yellow]' if resumed else ''}{after}")
+    def started(self, name: str, place: str, *, resumed: bool) -> None:
+        """Say that a command starts, and which one it is of how many."""
+        how = " [yellow](resuming)[/yellow]" if resumed else ""
+        self.console.print(f"[bold blue]▸[/bold blue] {name} [dim]({place})[/dim]{how}", highlight=False)
 
     def done(self, name: str, said: str, headline: str = "") -> None:
         """Say that a command is done."""

@@ -201,20 +201,15 @@ class _Run:
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def all(self) -> dict[str, dict[str, Any]]:
-        names = [command.name for command in self.table.commands]
-        for command in self.table.commands:
-            if set(command.needs) <= self.marks.keys():
-                self._take(command)
-        done = list(self.marks)
-        self.display.plan(self.table.title, names, done)
-        for number, command in enumerate(self.table.commands):
-            if command.name in done:
+        commands = self.table.commands
+        self.display.console.print(self.table.title, style="bold")
+        for number, command in enumerate(commands, 1):
+            if self._take(command):
                 self.display.done(command.name, "done before")
             else:
-                self._run(command, next((name for name in names[number + 1 :] if name not in done), None))
-                self._write_results()
-        self._write_results()
-        return {name: self.marks[name]["results"] for name in names}
+                self._run(command, f"{number} of {len(commands)}")
+            self._write_results()
+        return {command.name: self.marks[command.name]["results"] for command in commands}
 
     def _fingerprint(self, command: CommandConfig) -> str:
         flags = [*_dotted(command.set), *self.flags[command.name]]
@@ -229,11 +224,11 @@ class _Run:
             }
         )
 
-    def _take(self, command: CommandConfig) -> None:
-        """Take a finished command's mark, if its configuration is the same and its files are as they were written."""
+    def _take(self, command: CommandConfig) -> bool:
+        """Whether a command is done: its configuration is the same and its files are as they were written."""
         mark = self._read_mark(command.name)
         if mark is None or mark["status"] != "done" or mark["fingerprint"] != self._fingerprint(command):
-            return
+            return False
         target = self.root / command.name
         found = digest_folder(target)
         if found == mark["files"]:
@@ -242,6 +237,7 @@ class _Run:
             aside = target.with_name(f"{command.name}.changed-{time.time_ns()}")
             target.rename(aside)
             self.display.note(f"{command.name} is made again, since files in it were changed; they are now in {aside}")
+        return command.name in self.marks
 
     def _read_mark(self, name: str) -> dict[str, Any] | None:
         path = self.root / MARKS / f"{name}.json"
@@ -251,7 +247,7 @@ class _Run:
         write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
         return plain(mark)
 
-    def _run(self, command: CommandConfig, following: str | None) -> None:
+    def _run(self, command: CommandConfig, place: str) -> None:
         target, name = self.root / command.name, command.name
         fingerprint, old = self._fingerprint(command), self._read_mark(name)
         if target.exists() and old is None:
@@ -272,7 +268,7 @@ class _Run:
             raise over
         words = [*typed(self.folder, command, self.root, self.data_root), *self.flags[name]]
         words += [f"--ckpt_path={path}" for path in sorted(checkpoints, key=lambda p: p.stat().st_mtime)[-1:]]
-        self.display.started(name, resumed=resumed, following=following)
+        self.display.started(name, place, resumed=resumed)
         started = time.perf_counter()
         found = _execute(words, self.deadline)
         seconds = round(spent + time.perf_counter() - started, 2)

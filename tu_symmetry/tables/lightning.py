@@ -1,8 +1,8 @@
 """``tu-symmetry fit | validate | test | predict``: TorchUncertainty's LightningCLI, with arguments as they were typed.
 
 Beyond LightningCLI: ``$root``, ``$name`` and ``$data_root`` (:mod:`~tu_symmetry.tables.functions`), a routine without
-``class_path`` is a ``ClassificationRoutine``, ``--eval_after_fit`` takes true and false, a resumed run overwrites its
-saved configuration, and a log file gets a line of progress every half minute.
+``class_path`` is a ``ClassificationRoutine``, a resumed run overwrites its saved configuration, and a log file gets a
+line of progress every half minute.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionYesNo
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
@@ -57,17 +56,6 @@ class SymmetryCLI(TULightningCLI):
             parser_class=_Parser,
             **kwargs,
         )
-
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """``--eval_after_fit`` as a switch that takes a value (TorchUncertainty's can only be set)."""
-        parser.add_argument(
-            "--eval_after_fit",
-            action=ActionYesNo,
-            nargs="?",
-            default=self.eval_after_fit_default,
-            help="whether fit is followed by test, on the checkpoint that a monitor chose, or else on the last weights",
-        )
-        LightningCLI.add_default_arguments_to_parser(self, parser)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The folders, and the routine's class unless a configuration names one."""
