@@ -15,8 +15,6 @@ from recipe_runs import (
     plant_cifar100,
     plant_images,
     plant_tiny_imagenet,
-    run_table,
-    shortened,
     small_copy,
     typed_commands,
 )
@@ -24,9 +22,8 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
 from tu_symmetry.cli import main
-from tu_symmetry.configs import read_mapping
 from tu_symmetry.datamodules import IDXDataModule
-from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet, report, residual_network
 from tu_symmetry.experiments.symmetry_aware.evaluation import (
     evaluate,
     member_probabilities,
@@ -176,52 +173,38 @@ def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
-    """Two runs of each method, few networks, few images."""
-
-    np.savez(tmp_path / "trusted.npz", probs=np.full((100, 10), 0.1, dtype=np.float32))
-
-    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
-        if "copies" in command:
-            command["copies"] = 2
-        if command["name"] == "evaluation":
-            options = content["command"]["init_args"]
-            for half in ("one_mode", "multi_mode"):
-                options[half] = {m: runs[:2] for m, runs in options[half].items()}
-            options |= {"num_samples": 6, "resamples": 5, "predictive": str(tmp_path / "trusted.npz")}
-            options["data"]["init_args"]["test_size"] = 60
-            for module in options["ood"].values():
-                module["init_args"]["ood_size"] = 40
-
-    source = RECIPES / "mnist-small"
-    every = [command["name"] for command in read_mapping(source / "table.yaml")["commands"]]
-    folder = shortened(source, tmp_path / "recipe", every, edit)
-    flags = ["hmc.trainer.max_steps=9", "hmc.routine.burn_in=2", "hmc.routine.leapfrog_steps=2"]
-    for name in (command.name for command in load_table(folder).commands if command.command == "fit"):
-        own = ["data.train_size=64", "data.test_size=60", "trainer.check_val_every_n_epoch=1"]
-        if name != "hmc":
-            own.append(f"trainer.max_epochs={6 if name.startswith(('sghmc', 'swag')) else 2}")
-        if name.startswith("swag"):
-            own.append("routine.model.cycle_start=0")
-        if name.startswith("sghmc"):
-            own += ["trainer.callbacks.burn_in=0", "trainer.callbacks.every_n_steps=1"]
-        if name in ("reference", "ensemble"):
-            own += ["routine.num_members=8", "data.orders=8"]
-        flags += [f"{name}.{flag}" for flag in own]
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_random_networks_are_evaluated_and_reported(tmp_path: Path) -> None:
     plant_images(tmp_path / "data")
-    results, text = run_table(folder, tmp_path / "out", flags, data_root=tmp_path / "data")
-    found = results["evaluation"]
-    assert len(found["rows"]) == 10 and len(found["rows"]["one mode/swag"]) == 2
+    np.savez(tmp_path / "trusted.npz", probs=np.full((100, 10), 0.1, dtype=np.float32))
+    torch.manual_seed(0)
+
+    def run(name: str) -> Path:
+        return store(tmp_path / name, [SmallLeNet().state_dict() for _ in range(6)])
+
+    def images(**options: Any) -> IDXDataModule:
+        return IDXDataModule("mnist", tmp_path / "data", normalize=True, test_size=60, **options)
+
+    one = {method: [run(f"{method}_{k}") for k in range(2)] for method in ("dropout", "swag")}
+    several = one | {"ensemble": [run("ensemble")]}
+    ood: Any = {name: images(eval_ood=True, ood_dataset=name, ood_size=40) for name in ("fashion_mnist", "kmnist")}
+    given: dict[str, Any] = {"ood": ood, "one_run": {"hmc": run("hmc")}, "predictive": tmp_path / "trusted.npz"}
+    sizes = {"num_samples": 6, "resamples": 5, "device": "cpu"}
+    made = evaluate(tmp_path, SmallLeNet(), images(), run("reference"), one, several, **given, **sizes)
+    made.save(tmp_path / "evaluation")
+    found = made.results
+    assert len(found["rows"]) == 5 and len(found["rows"]["one mode/swag"]) == 2
     entry = found["rows"]["several modes/ensemble"][0]
     assert entry["ns"]["removed"] == "unit_norm, sorted by the largest weight" and entry["ns_equal"]["sizes"] == [6, 6]
-    assert entry["mmd"]["interval"][0] is not None and len(found["diversity"]) == 3
+    assert entry["mmd"]["interval"][0] is not None and set(found["diversity"]) == set(ood)
     assert 0 <= entry["agreement"] <= 1 and 0 < entry["total_variation"] < 0.9  # at most 1 - 1 / 10 from a uniform one
-    report = (tmp_path / "out" / "report" / "report.md").read_text()
-    assert "Against the trusted predictive" in report and "claims" in text
-    for sentence in load_table(folder).claims.values():
-        assert sentence in report
+    report(tmp_path / "report", "symmetry_aware/mnist-small", tmp_path / "evaluation")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Against the trusted predictive" in text and "claims" in text
+    for sentence in load_table(RECIPES / "mnist-small").claims.values():
+        assert sentence in text
     for name in ("diversity.png", "discrepancy.png", "marginals.png", "largest.png"):
-        assert (tmp_path / "out" / "report" / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "report" / name).read_bytes().startswith(b"\x89PNG")
 
 
 TRAINED = {  # each file once, as its first row
