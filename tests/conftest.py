@@ -1,10 +1,9 @@
-"""What every test relies on: the number of threads of each process, no windows, and where the real data lie."""
+"""What every test relies on: the number of threads of each process, and no windows."""
 
 from __future__ import annotations
 
 import os
 import zlib
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its pools
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -12,7 +11,6 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 
-DATA_VARIABLE = "TU_SYMMETRY_DATA"
 SAMPLE = int(os.environ.get("TU_SYMMETRY_SAMPLE", "0"))
 
 
@@ -31,16 +29,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("sampled")
         if mark is not None and (zlib.crc32(item.nodeid.encode()) + SAMPLE) % mark.args[0]:
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(scope="session")
-def data_root() -> Path:
-    """Folder of real data sets, laid out as torchvision does; tests that ask for it skip where there is none."""
-    given = os.environ.get(DATA_VARIABLE)
-    root = Path(given) if given else Path(__file__).resolve().parents[2] / "shared" / "data"
-    if not (root / "MNIST" / "raw").is_dir():
-        pytest.skip(f"no real data: {root} holds no MNIST/raw (set {DATA_VARIABLE} to a folder of data sets)")
-    return root
 
 
 @pytest.fixture

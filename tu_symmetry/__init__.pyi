@@ -4,7 +4,6 @@ from . import datamodules as datamodules
 from . import laplace as laplace
 from . import likelihoods as likelihoods
 from . import metrics as metrics
-from . import plot as plot
 from . import posterior as posterior
 from . import routines as routines
 from . import rules as rules

@@ -155,8 +155,3 @@ def mean_probabilities(
 def accuracy(probabilities: Tensor, y: Tensor) -> float:
     """Share of points whose most probable class is right."""
     return (probabilities.argmax(-1) == y).double().mean().item()
-
-
-def nll(probabilities: Tensor, y: Tensor) -> float:
-    """Mean negative log-likelihood in nats."""
-    return -probabilities.gather(-1, y.unsqueeze(-1)).clamp_min(1e-300).log().mean().item()

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import yaml
 
@@ -31,7 +30,6 @@ ROOMS = {
     "callbacks": "Lightning callbacks",
     "routines": "Routines and post-processing for TorchUncertainty",
     "datamodules": "Data modules",
-    "plot": "Figures",
 }
 
 
@@ -63,7 +61,6 @@ def public_names() -> dict[str, dict[str, str]]:
                     found[package.partition(".")[0]][name] = f"{own}.{name}"
     known = {name for names in found.values() for name in names}
     found["core"] = {name: f"tu_symmetry.{name}" for name in sorted(top) if name not in known and name not in ROOMS}
-    found["plot"] = {"plot": "tu_symmetry.plot"}
     return {room: names for room, names in found.items() if names}
 
 
@@ -77,9 +74,7 @@ def reference() -> dict[str, str]:
             package, _, leaf = path.rpartition(".")
             value = getattr(importlib.import_module(package), leaf)
             lines += [name, "-" * len(name), ""]
-            if isinstance(value, ModuleType):
-                lines += [f".. automodule:: {path}", "   :members:", ""]
-            elif isinstance(value, type):
+            if isinstance(value, type):
                 lines += [f".. autoclass:: {path}", ""]
             elif callable(value):
                 lines += [f".. autofunction:: {path}", ""]

@@ -65,11 +65,11 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 def test_lightnings_arguments_are_lightnings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Several files, the later over the earlier; dotted flags over both; a callback by its bare name; the switch."""
+    """Several files, the later over the earlier; dotted flags over both; a callback by its bare name."""
     later = tmp_path / "later.yaml"
     later.write_text("trainer: {max_epochs: 3}\nroutine: {num_bins_calibration_error: 9}\n")
     words = ["--config", str(FIT), "--config", str(later), "--routine.num_classes", "7", "--data.root", "elsewhere"]
-    config = printed(capsys, "fit", *words, "--trainer.callbacks+=ScaleCanonicalization", "--eval_after_fit", "false")
+    config = printed(capsys, "fit", *words, "--trainer.callbacks+=ScaleCanonicalization")
     assert config["trainer"]["max_epochs"] == 3
     assert [c["class_path"].rpartition(".")[2] for c in config["trainer"]["callbacks"]] == [
         "Rebasin",
@@ -79,9 +79,7 @@ def test_lightnings_arguments_are_lightnings(tmp_path: Path, capsys: pytest.Capt
     routine = config["routine"]["init_args"]
     assert (routine["num_classes"], routine["num_bins_calibration_error"], routine["is_ensemble"]) == (7, 9, True)
     assert config["data"]["init_args"]["root"] == "elsewhere"
-    assert config["eval_after_fit"] is False
-    assert printed(capsys, "fit", "--config", str(FIT))["eval_after_fit"] is True
-    assert printed(capsys, "fit", "--config", str(FIT), "--no_eval_after_fit")["eval_after_fit"] is False
+    assert config["eval_after_fit"] is True
 
 
 def test_another_routine_is_named_as_lightning_names_classes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,25 +6,19 @@ import math
 
 import numpy as np
 import pytest
-import scipy.sparse
 import torch
+from recipe_runs import plant_images, plant_scan
 
-from tu_symmetry.datamodules import ScannedTomographyDataModule, TomographyDataModule
+from tu_symmetry.datamodules import IDXDataModule, ScannedTomographyDataModule, TomographyDataModule
 from tu_symmetry.datamodules.readers import DataFileError
 from tu_symmetry.datamodules.tomography import back_projected, measured, strip_projector
 
 
 @pytest.fixture
 def kmnist(tmp_path):
-    """Three random test images in IDX files."""
-    folder = tmp_path / "data" / "KMNIST"
-    folder.mkdir(parents=True)
-    pixels = np.random.default_rng(0).integers(0, 256, (3, 28, 28), dtype=np.uint8)
-    (folder / "t10k-images-idx3-ubyte").write_bytes(
-        np.array([2051, 3, 28, 28], dtype=">i4").tobytes() + pixels.tobytes()
-    )
-    (folder / "t10k-labels-idx1-ubyte").write_bytes(np.array([2049, 3], dtype=">i4").tobytes() + bytes(3))
-    return tmp_path / "data", torch.from_numpy(pixels)
+    """Three test images in IDX files, and their pixels."""
+    plant_images(tmp_path / "data", test=3)
+    return tmp_path / "data", IDXDataModule("kmnist", tmp_path / "data").test.x
 
 
 def test_every_pixel_keeps_its_mass_under_every_angle():
@@ -81,7 +75,7 @@ def test_data_module_reads_the_test_half(kmnist):
     batches = list(module.train_dataloader())
     assert len(batches) == 3 and all(batch is module.problem for batch in batches)
     assert module.problem.operator.shape == (4, 410, 784) and module.problem.counts.tolist() == [205, 205, 410, 410]
-    assert torch.allclose(module.problem.truth[0, 0], pixels[2] / 255.0)
+    assert torch.allclose(module.problem.truth[0], pixels[2])
     moved = module.transfer_batch_to_device(module.problem, torch.device("cpu"), 0)
     assert module.transfer_batch_to_device(module.problem, torch.device("cpu"), 0) is moved
 
@@ -100,20 +94,17 @@ def test_what_cannot_be_measured_is_refused(kmnist, tmp_path):
 
 
 def test_a_scan_is_read_from_three_files_or_says_which_are_missing(tmp_path):
+    plant_scan(tmp_path, size=8, angles=3)
     folder = tmp_path / "walnut"
-    folder.mkdir()
-    operator = strip_projector(8, 3, 11, 1.1).numpy()
-    truth = np.random.default_rng(0).random((8, 8))
-    scipy.sparse.save_npz(folder / "operator.npz", scipy.sparse.csr_matrix(operator))
-    np.save(folder / "truth.npy", truth)
+    kept = (folder / "measurements.npy").rename(tmp_path / "kept.npy")
     module = ScannedTomographyDataModule(tmp_path, num_angles=3, steps_per_epoch=2)
     with pytest.raises(DataFileError, match=r"measurements\.npy.*line integrals") as error:
         module.setup()
     assert "truth.npy" not in str(error.value) and "2686726" in str(error.value)
-    np.save(folder / "measurements.npy", operator @ truth.reshape(-1))
+    kept.rename(folder / "measurements.npy")
     module.setup()
     found = module.problem
-    assert found.operator.shape == (1, 33, 64) and found.counts.tolist() == [33]
+    assert found.operator.shape == (1, 120, 64) and found.counts.tolist() == [120]
     fit = found.operator[0] @ found.back_projection.reshape(-1) - found.measurements[0]
     assert float(fit.norm()) < float(found.measurements.norm())
     np.save(folder / "measurements.npy", np.zeros(32))

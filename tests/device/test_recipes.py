@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 from pathlib import Path
@@ -9,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from recipe_runs import run_files, typed_commands
-
-from tu_symmetry.tables.commands import gpu_peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAST = (
@@ -33,13 +32,14 @@ OWN = "symmetry_aware/"  # of tests/experiments/test_symmetry_aware.py, which ta
 def test_every_command_runs(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.cuda.init()
-    gpu_peaks(fresh=True)
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     for typed in run_files([typed for typed in typed_commands() if typed.recipe == recipe], tmp_path, "gpu"):
         there = typed.command != "run"
         if not there:
             module, _, name = typed.content["command"]["class_path"].rpartition(".")
             there = "device" in inspect.signature(getattr(importlib.import_module(module), name)).parameters
-        assert (gpu_peaks()["gpu_allocated"] > before) == there, typed
-        gpu_peaks(fresh=True)
+        assert (torch.cuda.max_memory_allocated() > before) == there, typed
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

@@ -365,7 +365,7 @@ def _epochs(table: CommandTable, folder: Path) -> dict[str, int]:
 
 def test_images_are_averaged_over_squares(tmp_path: Path) -> None:
     plant_images(tmp_path / "data")
-    options: Any = {"dataset": "mnist", "root": tmp_path / "data", "download": False, "train_size": 10}
+    options: Any = {"dataset": "mnist", "root": tmp_path / "data", "train_size": 10}
     large, small = SmallIDXDataModule(pool=1, **options).train, SmallIDXDataModule(pool=2, **options).train
     assert small.x.shape == (10, 1, 14, 14) and torch.equal(small.y, large.y)
     expected = nn.functional.avg_pool2d(large.x, 2)

@@ -1,4 +1,4 @@
-"""Loss barriers: every file runs, planted permutations are found, cut commands resume, the report is what was found."""
+"""Loss barriers: the files are about the same networks, planted permutations are found, the report says it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import assert_goes_on, commands_of, run_table, shortened
-from torch import nn
+from recipe_runs import RECIPES, commands_of
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.barrier import classifier_scores, loss_barrier, mean_loss
 from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.evaluation import Batches, logits
-from tu_symmetry.experiments.rebasin import VGG, ResNet, match, measure
+from tu_symmetry.evaluation import Batches
+from tu_symmetry.experiments.rebasin import VGG, ResNet, match, measure, report
 from tu_symmetry.experiments.rebasin.barriers import path_scores
 from tu_symmetry.experiments.rebasin.matching import Members, read_permutations
 from tu_symmetry.experiments.rebasin.report import ANSWERS
@@ -30,77 +30,66 @@ from tu_symmetry.symmetry.elements import random_permutation
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.report import answered
 
-RECIPES = Path(__file__).parents[2] / "recipes" / "rebasin"
-SMALL, CIFAR = RECIPES / "fashion-small", RECIPES / "cifar10"
-NETWORKS: dict[str, dict[str, Any]] = {
-    "resnet": {"width": 4, "blocks": [1, 1]},
-    "wide": {"width": 8, "blocks": [1, 1]},
-    "vgg": {"stages": [[8], [12, 12]], "hidden": [16]},
-}
-SIZES = {"train_size": 400, "test_size": 160}
-METHODS = ("weights", "activations", "straight_through", "universe")
-TRAINING = {
-    "data.batch_size": 20,
-    "trainer.max_epochs": 4,
-    "trainer.accelerator": "cpu",
-    "trainer.enable_progress_bar": "false",
-    "routine.optimizer.lr": 0.05,
-    "routine.lr_scheduler.max_lr": 0.05,
-    "routine.lr_scheduler.total_steps": 80,
-}
-MATCHING = {"images": 100, "batch_size": 50, "epochs": 1}
-MEASURING = {"points": 3, "statistics": 200, "held_out": 60}
-
-
-def flags(*kinds: str) -> list[str]:
-    """Small networks, few images and short runs for these kinds of networks."""
-    found: dict[str, Any] = {}
-    for kind in kinds:
-        model = {f"model.{key}": value for key, value in NETWORKS[kind].items()}
-        data = {f"data.{key}": value for key, value in SIZES.items()}
-        routine = {f"routine.{key}": value for key, value in model.items()}
-        found |= {f"{kind}.{key}": value for key, value in (data | routine | TRAINING).items()}
-        for name, more in (("matching", MATCHING), ("barriers", MEASURING)):
-            found |= {f"{kind}_{name}.command.{key}": value for key, value in (model | data | more).items()}
-    return [f"{key}={value}" for key, value in found.items()]
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small recipe for two kinds of networks, on scikit-learn's digits, which need no download."""
-
-    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
-        arguments = content["command"]["init_args"] if "command" in content else content
-        if "data" in arguments:
-            arguments["data"]["class_path"] = "tu_symmetry.datamodules.DigitsDataModule"
-            for key in ("dataset", "root"):
-                del arguments["data"]["init_args"][key]
-        if command["name"] == "report":
-            kept = {n: f for n, f in arguments["networks"].items() if "wide" not in f}
-            arguments |= {"networks": kept, "narrow": next(iter(kept)), "wide": list(kept)[1]}
-
-    kept = [f"{kind}{part}" for kind in KINDS for part in ("", "_matching", "_barriers")]
-    return shortened(SMALL, tmp_path_factory.mktemp("recipe"), [*kept, "report"], edit)
-
-
+SMALL, CIFAR = RECIPES / "rebasin" / "fashion-small", RECIPES / "rebasin" / "cifar10"
 KINDS = ("resnet", "vgg")
-TINY = [
-    *flags(*KINDS),
-    "resnet.routine.model.stem_stride=1",
-    "resnet_matching.command.model.stem_stride=1",
-    "resnet_barriers.command.model.stem_stride=1",
-]
+METHODS = ("weights", "activations", "straight_through", "universe")
+
+
+def data() -> DigitsDataModule:
+    return DigitsDataModule(train_size=400, test_size=160)
+
+
+def architecture(kind: str) -> nn.Module:
+    if kind == "vgg":
+        return VGG(10, 1, stages=[[8], [12, 12]], hidden=[16])
+    return ResNet(10, 1, width=4, blocks=[1, 1])
+
+
+def train(kind: str, seed: int) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    model, train = architecture(kind), data().train
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=5e-4)
+    for _ in range(8):
+        for rows in torch.randperm(400).split(20):
+            optimizer.zero_grad()
+            cross_entropy(model(train.x[rows]), train.y[rows]).backward()
+            optimizer.step()
+    return model.state_dict()
+
+
+def measured(kind: str, states: list[dict[str, Tensor]], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What matching and measuring find of some networks, in subfolders ``matching`` and ``barriers``."""
+    store = SampleStore.create(folder / "samples", architecture=kind, method="none")
+    store.append(stack_states(states), chain=range(len(states)), step=[0] * len(states))
+    given: Any = (architecture(kind), data(), folder / "samples")
+    found = match(folder / "matching", *given, list(METHODS), images=100, batch_size=50, epochs=1)
+    found.save(folder / "matching")
+    made = measure(folder / "barriers", *given, folder / "matching", points=3, statistics=200, held_out=60)
+    made.save(folder / "barriers")
+    return found.results, made.results
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, recipe: Path) -> tuple[Path, dict[str, Any], str]:
-    """A whole table on independently trained networks."""
-    out: Path = tmp_path_factory.mktemp("trained")
-    return (out, *run_table(recipe, out, TINY))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """Three independently trained networks of each kind, and what was measured of them."""
+    out = tmp_path_factory.mktemp("trained")
+    return out, {kind: measured(kind, [train(kind, seed) for seed in range(3)], out / kind)[1] for kind in KINDS}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Any]:
+    """A trained network and two copies of it, permuted at random: matched and measured."""
+    kind: str = request.param
+    network = train(kind, 0)
+    graph = discover_symmetries(architecture(kind), data().train.x[:2])
+    generator = torch.Generator().manual_seed(5)
+    draws = [random_permutation(graph, generator=generator) for _ in range(2)]
+    copies = [network, *(apply_permutation(graph, p, network) for p in draws)]
+    return (kind, *measured(kind, copies, tmp_path_factory.mktemp("planted")))
 
 
 @pytest.mark.parametrize("folder", [SMALL, CIFAR], ids=["small", "cifar10"])
-@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("kind", ["resnet", "wide", "vgg"])
 def test_the_three_files_of_a_kind_are_about_the_same_networks(folder: Path, kind: str) -> None:
     commands = commands_of(folder)
     fit = commands[kind].content
@@ -116,40 +105,6 @@ def test_the_three_files_of_a_kind_are_about_the_same_networks(folder: Path, kin
         assert made["data"]["class_path"] == fit["data"]["class_path"]
         for size in ("dataset", "train_size", "test_size"):
             assert made["data"]["init_args"].get(size) == pairs.get(size)
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def planted(
-    request: pytest.FixtureRequest,
-    trained: tuple[Path, Any, Any],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[str, Any, Any]:
-    """A trained network and two copies of it, permuted at random: matched and measured."""
-    kind: str = request.param
-    folder: Path = tmp_path_factory.mktemp("planted")
-    network = SampleStore.open(trained[0] / kind / "samples")[0]
-    graph = discover_symmetries(architecture(kind), data().train.x[:2])
-    generator = torch.Generator().manual_seed(5)
-    draws = [random_permutation(graph, generator=generator) for _ in range(2)]
-    copies = [network, *(apply_permutation(graph, p, network) for p in draws)]
-    store = SampleStore.create(folder / "samples", architecture=kind, method="permuted_copies")
-    store.append(stack_states(copies), chain=range(3), step=[0] * 3)
-    found = match(
-        folder / "m", architecture(kind), data(), folder / "samples", list(METHODS), 100, batch_size=50, epochs=1
-    )
-    found.save(folder / "m")
-    measured = measure(folder / "b", architecture(kind), data(), folder / "samples", folder / "m", 3, 200, 60)
-    return kind, found.results, measured.results
-
-
-def architecture(kind: str) -> nn.Module:
-    if kind == "vgg":
-        return VGG(10, 1, **NETWORKS["vgg"])
-    return ResNet(10, 1, **NETWORKS[kind])
-
-
-def data() -> DigitsDataModule:
-    return DigitsDataModule(**SIZES)
 
 
 def test_permuted_copies_have_barriers_and_matching_removes_them(planted: tuple[str, Any, Any]) -> None:
@@ -185,13 +140,13 @@ def test_corrected_midpoints(planted: tuple[str, Any, Any]) -> None:
     assert (paths["repair"] == paths["batchnorm"]) == (kind == "resnet")
 
 
-def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any], str]) -> None:
+def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, dict[str, Any]]]) -> None:
     """One cell of each kind against the barriers of the alignment room, which pass over the data on their own."""
-    out, results, _ = trained
-    found = results["vgg_barriers"]["methods"]["activations"]
+    out, results = trained
+    found = results["vgg"]["methods"]["activations"]
     members = Members(architecture("vgg"), data(), out / "vgg" / "samples", "cpu")
     model, test = members.model, members.test
-    aligned = members.matched(read_permutations(out / "vgg_matching")["activations"])
+    aligned = members.matched(read_permutations(out / "vgg" / "matching")["activations"])
     part, held_out = Batches(test.x[:100], test.y[:100]), Batches(test.x[100:], test.y[100:])
     statistics = members.first_images(200)
     a, b = aligned[1], aligned[2]  # never matched to each other
@@ -205,88 +160,67 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, Any]
         theirs = loss_barrier(model, a, b, part, cross_entropy, points=3, **options)
         assert ours["loss"] == pytest.approx(theirs.losses, rel=1e-5)
         assert ours["barrier"] == pytest.approx(theirs.barrier, rel=1e-4, abs=1e-6)
-        tuned = classifier_scores(model, a, part, calibration=held_out)
-        assert ours["temperature"][0] == pytest.approx(tuned.temperature, rel=1e-4)
+    tuned = classifier_scores(model, a, part, calibration=held_out)
+    assert found["paths"]["none"][2]["temperature"][0] == pytest.approx(tuned.temperature, rel=1e-4)
     average = reestimate_batchnorm(model, mean_state(aligned), statistics)
-    mean = mean_loss(model, average, part, cross_entropy)
-    assert found["mean"]["batchnorm"]["loss"] == pytest.approx(mean, rel=1e-5)
-    accuracy = (logits(model, members.states[0], part).argmax(-1) == part.y).double().mean().item()
-    assert results["vgg_barriers"]["members"][0]["accuracy"] == pytest.approx(accuracy)
+    assert found["mean"]["batchnorm"]["loss"] == pytest.approx(mean_loss(model, average, part, cross_entropy), rel=1e-5)
 
 
-def test_report_shows_what_was_measured(trained: tuple[Path, dict[str, Any], str], recipe: Path) -> None:
-    out, results, text = trained
-    markdown = (out / "report" / "report.md").read_text()
+def test_report_shows_what_was_measured(trained: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+    out, results = trained
+    report(tmp_path, "rebasin/fashion-small", {kind: out / kind / "barriers" for kind in KINDS}, *KINDS)
+    markdown = (tmp_path / "report.md").read_text()
     for kind in KINDS:
-        methods = results[f"{kind}_barriers"]["methods"]
+        methods = results[kind]["methods"]
         for method in methods.values():
             values = [path["barrier"] for path in method["paths"]["batchnorm"]]
             assert f" {sum(values) / 3:.2f} " in markdown
         assert f"{100 * methods['universe']['mean']['repair']['accuracy']:.1f}" in markdown
-    for figure in (out / "report").glob("*.png"):
-        assert f"({figure.name})" in markdown and figure.read_bytes().startswith(b"\x89PNG")
-    assert len(list((out / "report").glob("*.png"))) == 3
+    figures = list(tmp_path.glob("*.png"))
+    assert len(figures) == 3 and all(f"({figure.name})" in markdown for figure in figures)
     for sentence in load_table(SMALL).claims.values():
         assert sentence in markdown
-    again, text = run_table(recipe, out, TINY)
-    assert again == results and "▸" not in text
+    with pytest.raises(ConfigError, match="none of the networks"):
+        report(tmp_path, "rebasin/fashion-small", {"vgg": out / "vgg" / "barriers"}, "vgg", "wide")
 
 
-def test_cut_commands_resume_to_the_same_numbers(trained: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
-    out, whole, _ = trained
-    given: Any = (architecture("resnet"), data(), out / "resnet" / "samples")
-    found = assert_goes_on(lambda folder: match(folder, *given, list(METHODS), **MATCHING), tmp_path / "matching")
-    assert found.results == {k: v for k, v in whole["resnet_matching"].items() if k != "tables"}
-    found = assert_goes_on(lambda folder: measure(folder, *given, out / "resnet_matching", **MEASURING), tmp_path / "b")
-    assert found.results == {k: v for k, v in whole["resnet_barriers"].items() if k != "tables"}
-
-
-def test_arguments_that_make_no_sense(trained: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
-    out, _, _ = trained
-    samples, made = out / "resnet" / "samples", out / "resnet_matching"
-
-    def measured(where: Path = samples, matching: Path = made, **options: Any) -> None:
-        measure(tmp_path / "b", architecture("resnet"), data(), where, matching, **options)
-
-    for points in (1, 4):
-        with pytest.raises(ValueError, match=f"odd and 3 at least .*, not {points}"):
-            measured(points=points)
-    for held_out in (0, 160):
-        with pytest.raises(ValueError, match=f"held_out is {held_out}.*160 test"):
-            measured(statistics=100, held_out=held_out)
-    with pytest.raises(ValueError, match="401 training images are asked for, but there are 400"):
-        measured(statistics=401, held_out=60)
-    one = SampleStore.create(tmp_path / "one", architecture="ResNet", method="none")
-    one.append(stack_states(SampleStore.open(samples)[:1]), chain=[0], step=[0])
-    with pytest.raises(ValueError, match="holds 1: train 2 at least"):
-        measured(tmp_path / "one", statistics=100, held_out=60)
-    two = SampleStore.create(tmp_path / "two", architecture="ResNet", method="none")
-    two.append(stack_states(SampleStore.open(samples)[:2]), chain=[0, 1], step=[0, 0])
-    with pytest.raises(FileError, match="a matching of other networks"):
-        measured(tmp_path / "two", statistics=100, held_out=60)
-
-    def matchings(**options: Any) -> None:
-        match(tmp_path / "m", architecture("resnet"), data(), samples, ["weights"], **({"images": 50} | options))
-
-    matchings()
-    with pytest.raises(FileError, match="made with other options"):
-        matchings(images=60)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"points": 1}, "odd and 3 at least"),
+        ({"points": 4}, "odd and 3 at least"),
+        ({"held_out": 0}, "held_out is 0"),
+        ({"held_out": 160}, "held_out is 160"),
+        ({"statistics": 401, "held_out": 60}, "401 training images are asked for, but there are 400"),
+        ({"count": 1}, "holds 1: train 2 at least"),
+        ({"count": 2}, "a matching of other networks"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    options: dict[str, int], message: str, trained: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path
+) -> None:
+    out, count = trained[0] / "resnet", options.pop("count", 0)
+    samples = out / "samples"
+    if count:
+        samples = tmp_path / "few"
+        few = SampleStore.create(samples, architecture="ResNet", method="none")
+        few.append(stack_states(SampleStore.open(out / "samples")[:count]), chain=range(count), step=[0] * count)
+    with pytest.raises((ValueError, FileError), match=message):
+        measure(tmp_path / "b", architecture("resnet"), data(), samples, out / "matching", **options)
 
 
 def planted_results(narrow: float, wide: float, repaired: float, control: float, other: float) -> dict[str, Any]:
     """Barriers of one method and the control: uncorrected 1, with corrected statistics as they are given."""
 
     def found(barrier: float) -> dict[str, Any]:
-        def paths(values: list[float]) -> list[dict[str, float]]:
+        def paths(*values: float) -> list[dict[str, float]]:
             return [{"barrier": v, "tempered_barrier": v} for v in values]
 
-        corrected = paths([barrier, barrier, other * barrier])
-        matched = {"none": paths([1.0, 1.0, 1.0]), "batchnorm": corrected, "repair": paths([repaired] * 3)}
-        unmatched = {name: paths([control] * 3) for name in matched}
-        return {
-            "pairs": [[0, 1], [0, 2], [1, 2]],
-            "methods": {"none": {"paths": unmatched}, "weights": {"paths": matched}},
-        }
+        corrected = paths(barrier, barrier, other * barrier)
+        matched = {"none": paths(1.0, 1.0, 1.0), "batchnorm": corrected, "repair": paths(*[repaired] * 3)}
+        unmatched = {name: paths(*[control] * 3) for name in matched}
+        methods = {"none": {"paths": unmatched}, "weights": {"paths": matched}}
+        return {"pairs": [[0, 1], [0, 2], [1, 2]], "methods": methods}
 
     return {"a": found(narrow), "b": found(wide)}
 
@@ -297,14 +231,12 @@ def test_claims_are_answered_from_the_numbers(holds: bool) -> None:
     claims = dict.fromkeys(names, "A sentence.")
     networks = planted_results(0.4, 0.2, 0.3, 0.9, 1.0) if holds else planted_results(0.4, 0.5, 0.41, 0.3, 1.5)
     found = answered(claims, ANSWERS, networks, "a", "b")
-    verdicts = {name: answer.verdict for name, answer in found.items()}
     word = "all" if holds else "none"
+    verdicts = {name: answer.verdict for name, answer in found.items()}
     assert verdicts == {name: f"Held in {word} of {1 if name == 'width' else 2} cases" for name in names}
     assert ("weights 0.40 → 0.20" if holds else "weights 0.47 → 0.58") in found["width"].evidence
     assert ("weights 70 %" if holds else "weights 59 %") in found["correction"].evidence
-    assert ("weights 0.20 to 0.20 and 0.20" if holds else "weights 0.50 to 0.50 and 0.75") in found[
-        "reference"
-    ].evidence
+    assert ("0.20 to 0.20 and 0.20" if holds else "0.50 to 0.50 and 0.75") in found["reference"].evidence
     mixed = planted_results(0.4, 0.2, 0.3, 0.3, 1.0)
     assert answered({"permutation": ""}, ANSWERS, mixed, "a", "b")["permutation"].verdict == "Held in 1 of 2 cases"
     with pytest.raises(ConfigError, match="no answer to 'weather'"):
@@ -316,7 +248,8 @@ def test_losses_that_are_not_finite_count_as_infinite() -> None:
     networks["b"]["methods"]["weights"]["paths"]["batchnorm"][0]["barrier"] = None
     assert "weights 0.40 → inf" in answered({"width": ""}, ANSWERS, networks, "a", "b")["width"].evidence
     score = {"loss": 1.0, "accuracy": 1.0, "temperature": 1.0, "tempered_loss": 1.0}
-    path = path_scores([score, score | {"loss": None}, score])
-    assert path["barrier"] == math.inf and path["tempered_barrier"] == 0
-    with pytest.raises(ValueError, match="train them again"):
-        path_scores([score | {"loss": None}, score, score])
+    for loss in (math.inf, math.nan):
+        path = path_scores([score, score | {"loss": loss}, score])
+        assert path["barrier"] == math.inf and path["tempered_barrier"] == 0
+        with pytest.raises(ValueError, match="train them again"):
+            path_scores([score | {"loss": loss}, score, score])

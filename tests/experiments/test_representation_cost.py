@@ -20,7 +20,6 @@ from tu_symmetry.experiments.symmetry_toy import (
     rescaled,
     sorted_by_output,
 )
-from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table
@@ -85,27 +84,10 @@ def test_the_cost_recipes_compare_decay_with_none(folder: Path) -> None:
     assert commands_of(folder)["profiles"].content["command"]["init_args"]["runs"] == runs
 
 
-def test_toy_networks_are_trained_as_by_hand(toy: tuple[Path, dict[str, Any], str]) -> None:
-    """A member from its own initialization and order, by a plain loop; those that fit are the ones that are kept."""
+def test_the_networks_that_fit_are_kept(toy: tuple[Path, dict[str, Any], str]) -> None:
     out, results, _ = toy
     trained = SampleStore.open(out / "networks" / "samples").load()
     x, y = TwoGroupsDataModule().points.x, TwoGroupsDataModule().points.y
-    for m in (0, 7):
-        model = initialized(Perceptron(), derived_seed(0, 1, m))
-        loader: Any = TwoGroupsDataModule(seed=m).train_dataloader()
-        points: Any = TwoGroupsDataModule(seed=0).points
-        loader.dataset.x, loader.dataset.y = points.x, points.y
-        for epoch in range(10):
-            loader.set_epoch(epoch)
-            for inputs, targets in loader:
-                model.zero_grad()
-                torch.nn.functional.binary_cross_entropy_with_logits(model(inputs), targets).backward()
-                with torch.no_grad():
-                    for p in model.parameters():
-                        assert p.grad is not None
-                        p -= 2.0 * p.grad
-        for name, p in model.state_dict().items():
-            torch.testing.assert_close(trained[name][m], p, rtol=1e-3, atol=1e-3)
     hidden, output = trained["hidden.weight"], trained["output.weight"][:, 0]
     outputs = torch.einsum("nh,nhp->np", output, torch.einsum("nhi,pi->nhp", hidden, x).relu())
     losses = torch.nn.functional.softplus((1 - 2 * y) * outputs).mean(1)

@@ -15,8 +15,6 @@ from recipe_runs import (
     plant_cifar100,
     plant_images,
     plant_tiny_imagenet,
-    run_table,
-    shortened,
     small_copy,
     typed_commands,
 )
@@ -24,8 +22,8 @@ from sklearn.metrics import average_precision_score
 from torch import Tensor, nn
 
 from tu_symmetry.cli import main
-from tu_symmetry.configs import read_mapping
-from tu_symmetry.experiments.symmetry_aware import SmallLeNet, residual_network
+from tu_symmetry.datamodules import IDXDataModule
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet, report, residual_network
 from tu_symmetry.experiments.symmetry_aware.evaluation import (
     evaluate,
     member_probabilities,
@@ -42,16 +40,7 @@ from tu_symmetry.tables.report import answered
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "symmetry_aware"
 FOLDERS = sorted(p.parent for p in RECIPES.rglob("table.yaml"))
-CLAIMS = {
-    "calibration",
-    "detection",
-    "diversity",
-    "correlation",
-    "ranking",
-    "dispersion",
-    "weakly_correlated",
-    "corollary",
-}
+CLAIMS = set(ANSWERS)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[f.name for f in FOLDERS])
@@ -79,9 +68,9 @@ def test_scores_by_scikit_learn() -> None:
     y = probs.mean(0).argmax(-1)
     y[:60] = (y[:60] + 1) % 3
     found = scores(probs, y, outside, resamples=50)
-    assert found["accuracy"].value == pytest.approx(0.7)
+    assert found["accuracy"][0] == pytest.approx(0.7)
     one_hot = torch.eye(3)[y]
-    assert found["brier"].value == pytest.approx(float((probs.mean(0) - one_hot).square().sum(-1).mean()), abs=1e-5)
+    assert found["brier"][0] == pytest.approx(float((probs.mean(0) - one_hot).square().sum(-1).mean()), abs=1e-5)
     label = [0] * 200 + [1] * 80
     aupr, fpr = [], []
     for q in outside.values():
@@ -89,11 +78,11 @@ def test_scores_by_scikit_learn() -> None:
         aupr.append(average_precision_score(label, score))
         threshold = score[200:].sort().values[int(0.05 * 80)]
         fpr.append(float((score[:200] >= threshold).float().mean()))
-    assert found["aupr"].value == pytest.approx(sum(aupr) / 2, abs=1e-5)
-    assert found["fpr95"].value == pytest.approx(sum(fpr) / 2, abs=0.05)
-    assert found["id_mi"].value == pytest.approx(float(mutual_information(probs).mean()))
-    for interval in found.values():
-        assert interval.low <= interval.value + 0.05 and interval.value - 0.05 <= interval.high
+    assert found["aupr"][0] == pytest.approx(sum(aupr) / 2, abs=1e-5)
+    assert found["fpr95"][0] == pytest.approx(sum(fpr) / 2, abs=0.05)
+    assert found["id_mi"][0] == pytest.approx(float(mutual_information(probs).mean()))
+    for value, low, high in found.values():
+        assert low <= value + 0.05 and value - 0.05 <= high
 
 
 def test_probabilities_are_those_of_each_network() -> None:
@@ -165,11 +154,7 @@ def store(folder: Path, states: list[dict[str, Tensor]]) -> Path:
 
 
 def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
-    from tu_symmetry.datamodules import IDXDataModule
-
-    data = IDXDataModule(
-        root=tmp_path, download=False
-    )  # its files are not there: nothing may be read before the checks
+    data = IDXDataModule(root=tmp_path)  # its files are not there: nothing may be read before the checks
     model: nn.Module = SmallLeNet()
     good = store(tmp_path / "good", [SmallLeNet().state_dict() for _ in range(3)])
     other = store(tmp_path / "other", [SmallLeNet(hidden=5).state_dict() for _ in range(3)])
@@ -188,59 +173,38 @@ def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_small_recipe_runs_from_end_to_end(tmp_path: Path) -> None:
-    """Two runs of each method, few networks, few images."""
-
-    np.savez(tmp_path / "trusted.npz", probs=np.full((100, 10), 0.1, dtype=np.float32))
-
-    def edit(command: dict[str, Any], content: dict[str, Any]) -> None:
-        if "copies" in command:
-            command["copies"] = 2
-        if command["name"] == "evaluation":
-            options = content["command"]["init_args"]
-            for half in ("one_mode", "multi_mode"):
-                options[half] = {m: runs[:2] for m, runs in options[half].items()}
-            options |= {"num_samples": 6, "resamples": 5, "predictive": str(tmp_path / "trusted.npz")}
-            options["data"]["init_args"]["test_size"] = 60
-            for module in options["ood"].values():
-                module["init_args"]["ood_size"] = 40
-
-    source = RECIPES / "mnist-small"
-    every = [command["name"] for command in read_mapping(source / "table.yaml")["commands"]]
-    folder = shortened(source, tmp_path / "recipe", every, edit)
-    fits = [command.name for command in load_table(folder).commands if command.command == "fit"]
-    flags = [f"{n}.data.train_size=64" for n in fits]
-    flags += [f"{n}.trainer.max_epochs={6 if n.startswith(('sghmc', 'swag')) else 2}" for n in fits if n != "hmc"]
-    flags += [f"{n}.trainer.check_val_every_n_epoch=1" for n in fits]
-    flags += [f"{n}.routine.model.cycle_start=0" for n in fits if n.startswith("swag")]
-    flags += [
-        f"{n}.trainer.callbacks.{k}" for n in fits if n.startswith("sghmc") for k in ("burn_in=0", "every_n_steps=1")
-    ]
-    flags += [f"{n}.data.test_size=60" for n in fits]
-    for name in ("reference", "ensemble"):
-        flags += [f"{name}.routine.num_members=8", f"{name}.data.orders=8"]
-    flags += ["hmc.trainer.max_steps=9", "hmc.routine.burn_in=2", "hmc.routine.leapfrog_steps=2"]
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_random_networks_are_evaluated_and_reported(tmp_path: Path) -> None:
     plant_images(tmp_path / "data")
-    results, text = run_table(folder, tmp_path / "out", flags, data_root=tmp_path / "data")
-    found = results["evaluation"]
-    assert len(found["rows"]) == 10 and len(found["rows"]["one mode/swag"]) == 2
+    np.savez(tmp_path / "trusted.npz", probs=np.full((100, 10), 0.1, dtype=np.float32))
+    torch.manual_seed(0)
+
+    def run(name: str) -> Path:
+        return store(tmp_path / name, [SmallLeNet().state_dict() for _ in range(6)])
+
+    def images(**options: Any) -> IDXDataModule:
+        return IDXDataModule("mnist", tmp_path / "data", normalize=True, test_size=60, **options)
+
+    one = {method: [run(f"{method}_{k}") for k in range(2)] for method in ("dropout", "swag")}
+    several = one | {"ensemble": [run("ensemble")]}
+    ood: Any = {name: images(eval_ood=True, ood_dataset=name, ood_size=40) for name in ("fashion_mnist", "kmnist")}
+    given: dict[str, Any] = {"ood": ood, "one_run": {"hmc": run("hmc")}, "predictive": tmp_path / "trusted.npz"}
+    sizes = {"num_samples": 6, "resamples": 5, "device": "cpu"}
+    made = evaluate(tmp_path, SmallLeNet(), images(), run("reference"), one, several, **given, **sizes)
+    made.save(tmp_path / "evaluation")
+    found = made.results
+    assert len(found["rows"]) == 5 and len(found["rows"]["one mode/swag"]) == 2
     entry = found["rows"]["several modes/ensemble"][0]
     assert entry["ns"]["removed"] == "unit_norm, sorted by the largest weight" and entry["ns_equal"]["sizes"] == [6, 6]
-    assert entry["mmd"]["interval"][0] is not None and set(found["diversity"]) == {
-        "fashion_mnist",
-        "kmnist",
-        "notmnist",
-    }
-    assert (
-        0 <= entry["agreement"] <= 1 and 0 < entry["total_variation"] < 0.9
-    )  # at most 1 - 1 / 10 from the uniform one
-    report = (tmp_path / "out" / "report" / "report.md").read_text()
-    assert "Against the trusted predictive" in report
-    for sentence in load_table(folder).claims.values():
-        assert sentence in report
+    assert entry["mmd"]["interval"][0] is not None and set(found["diversity"]) == set(ood)
+    assert 0 <= entry["agreement"] <= 1 and 0 < entry["total_variation"] < 0.9  # at most 1 - 1 / 10 from a uniform one
+    report(tmp_path / "report", "symmetry_aware/mnist-small", tmp_path / "evaluation")
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Against the trusted predictive" in text and "claims" in text
+    for sentence in load_table(RECIPES / "mnist-small").claims.values():
+        assert sentence in text
     for name in ("diversity.png", "discrepancy.png", "marginals.png", "largest.png"):
-        assert (tmp_path / "out" / "report" / name).read_bytes().startswith(b"\x89PNG")
-    assert "claims" in text
+        assert (tmp_path / "report" / name).read_bytes().startswith(b"\x89PNG")
 
 
 TRAINED = {  # each file once, as its first row

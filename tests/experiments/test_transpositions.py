@@ -11,6 +11,7 @@ from recipe_runs import RECIPES, run_table
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.compact_posterior.transpositions import make_pairs, permutation_with_count
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.tables.models import MLP
 
 PAPER = RECIPES / "compact_posterior"
@@ -62,7 +63,7 @@ def test_copies_compute_the_same_function_and_take_the_wanted_transpositions(tmp
             model.load_state_dict(copied)
             torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-6)
             moved = [first["layers.0.bias"].tolist().index(v) for v in copied["layers.0.bias"].tolist()]
-            assert 8 - cycles(moved) == count
+            assert transposition_count({"hidden": torch.tensor(moved)}) == count
     assert not torch.equal(store[0]["layers.0.weight"], store[4]["layers.0.weight"])
     again = make_pairs(tmp_path, model, DigitsDataModule(train_size=20), counts=3, runs=2, seed=4)  # as after a kill
     assert again.results == made and len(SampleStore.open(tmp_path / "initial")) == 8
@@ -73,20 +74,9 @@ def test_copies_compute_the_same_function_and_take_the_wanted_transpositions(tmp
         make_pairs(tmp_path / "two", MLP(64, 10, (8, 8)), DigitsDataModule(train_size=20))
 
 
-def cycles(p: list[int]) -> int:
-    seen: set[int] = set()
-    found = 0
-    for start in range(len(p)):
-        found += start not in seen
-        while start not in seen:
-            seen.add(start)
-            start = p[start]
-    return found
-
-
 @pytest.mark.parametrize("count", [0, 1, 5, 11])
 def test_permutations_take_exactly_the_wanted_number_of_transpositions(count: int) -> None:
-    p = permutation_with_count(12, count, torch.Generator().manual_seed(count)).tolist()
-    assert sorted(p) == list(range(12)) and 12 - cycles(p) == count
+    p = permutation_with_count(12, count, torch.Generator().manual_seed(count))
+    assert p.sort().values.tolist() == list(range(12)) and transposition_count({"hidden": p}) == count
     with pytest.raises(ValueError, match="0 to 11"):
         permutation_with_count(12, 12, torch.Generator())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import json
 import os.path
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tu_symmetry.configs import ConfigError, parse, parse_assignments, parse_value, resolve
+from tu_symmetry.configs import ConfigError, parse_assignments, read_mapping, resolve
 
 
 @pytest.mark.parametrize(
@@ -20,35 +20,30 @@ from tu_symmetry.configs import ConfigError, parse, parse_assignments, parse_val
         ("3", 3),
         ("1e-3", 1e-3),
         ("(3, 4)", (3, 4)),
-        ("[64, 64]", [64, 64]),
         ("[relu, tanh]", ["relu", "tanh"]),
         ("{lr: 0.1}", {"lr": 0.1}),
-        ("{'lr': 0.1}", {"lr": 0.1}),
         ("true", True),
         ("False", False),
-        ("None", None),
         ("none", None),
         ("null", None),
         ("", None),
         ("resnet18", "resnet18"),
         ("'3'", "3"),
         ("runs/a b=c", "runs/a b=c"),
-        ("torch.nn.ReLU", "torch.nn.ReLU"),
     ],
 )
 def test_a_value_is_a_python_literal_or_else_yaml(text: str, value: Any) -> None:
-    found = parse_value(text, "--init")
+    found = parse_assignments([f"key={text}"], "--init")["key"]
     assert found == value and type(found) is type(value)
-    assert parse_assignments([f"key={text}"], "--init") == {"key": value}
 
 
 @pytest.mark.parametrize("value", [0, -1.5, True, None, "word", [1, "a", None], {"a": [1.5, {"b": False}]}])
 def test_what_python_and_json_write_is_read_back(value: Any) -> None:
-    assert parse_value(repr(value), "--init") == value
-    assert parse_value(json.dumps(value), "--init") == value
+    for text in (repr(value), json.dumps(value)):
+        assert parse_assignments([f"key={text}"], "--init") == {"key": value}
 
 
-@pytest.mark.parametrize("text", ["key", "=3", "1a=3", "a b=3", "a.b=3", "key=[1, 2", "key=*a", "key={[]: 1}"])
+@pytest.mark.parametrize("text", ["key", "=3", "1a=3", "a.b=3", "key=[1, 2", "key=*a", "key={[]: 1}"])
 def test_words_that_are_no_assignment_are_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="--init") as error:
         parse_assignments(["first=1", text], "--init")
@@ -70,66 +65,21 @@ def test_names_of_modules_classes_and_what_is_in_them(path: str, found: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("nowhere_at_all.Net", "no module 'nowhere_at_all'"),
-        ("torch.nn.Linaer", r"torch\.nn has no 'Linaer'"),
-        ("torch.nn.Linear.forwards", r"torch\.nn\.Linear has no 'forwards'"),
-        ("Linear", "no dotted name"),
-        ("", "no dotted name"),
-        (".", "cannot import"),
-        ("a..b", "cannot import"),
-        ("torch..nn", "cannot import"),
-    ],
+    "path", ["nowhere_at_all.Net", "torch.nn.Linaer", "Linear", "", "a..b", "raises_at_import.Net"]
 )
-def test_names_that_lead_nowhere_say_where_they_end(path: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve(path)
-
-
-def test_a_module_that_fails_to_import_says_why(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "fails_to_import.py").write_text("import not_installed_anywhere\n")
+def test_names_that_lead_nowhere_are_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('no luck')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"importing fails_to_import fails.*not_installed_anywhere"):
-        resolve("fails_to_import.Net")
-    with pytest.raises(ConfigError, match="importing raises_at_import fails: RuntimeError: no luck"):
-        resolve("raises_at_import.Net")
-
-
-@dataclass(frozen=True)
-class Inner:
-    """A part of a configuration."""
-
-    name: str = "digits"
-    size: int | None = None
-
-
-@dataclass(frozen=True)
-class Outer:
-    """A configuration."""
-
-    title: str
-    rate: float = 0.1
-    inner: Inner = field(default_factory=Inner)
-    more: dict[str, Any] = field(default_factory=dict)
-
-
-def test_parse_reads_numbers_as_people_write_them() -> None:
-    found = parse(Outer, {"title": "T", "rate": 1, "inner": {"size": 3}, "more": {"hidden": [3], "x": 1e-3}}, "t")
-    assert found == Outer("T", 1.0, Inner("digits", 3), {"hidden": [3], "x": 1e-3})
+    with pytest.raises(ConfigError, match="cannot import") as error:
+        resolve(path)
+    assert path in str(error.value) and ("no luck" in str(error.value)) == path.startswith("raises")
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"titel": "T"}, "unknown key 'titel'.*did you mean 'title'"),
-        ({}, "required: title"),
-        ({"title": "T", "inner": {"nam": "x"}}, "inner.*'nam'"),
-        ({"title": "T", "rate": "fast"}, "rate"),
-        ({"title": None}, "title has no value"),
-    ],
+    ("content", "message"),
+    [(b"a: 1\nb: 2\na: 3\n", "'a' stands twice"), (b"[1, 2]", "must hold a mapping"), (b"a: Gr\xf6\xdfe", "UTF-8")],
 )
-def test_errors_name_the_place_and_the_key(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"(?s)somewhere.*{message}"):
-        parse(Outer, values, "somewhere")
+def test_a_file_that_holds_no_mapping_is_named(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"(?s)own.*{message}"):
+        read_mapping(tmp_path / "own.yaml")

@@ -12,11 +12,11 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import toy_commands
 from lightning.pytorch import Callback
+from recipe_runs import run_table
 from rich.console import Console
 
 from tu_symmetry.cli import main
@@ -55,13 +55,16 @@ command:
 """
 
 
-@pytest.fixture
-def recipe(tmp_path: Path) -> Path:
-    folder = tmp_path / "toy"
+def written(folder: Path, **files: str) -> Path:
     folder.mkdir()
-    for name, text in (("table", TABLE), ("line", LINE), ("double", DOUBLE)):
+    for name, text in files.items():
         (folder / f"{name}.yaml").write_text(text)
     return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return written(tmp_path / "toy", table=TABLE, line=LINE, double=DOUBLE)
 
 
 def run(recipe: Path, **options: object) -> tuple[dict[str, dict], list[str], str]:
@@ -83,9 +86,12 @@ def test_commands_run_in_order_and_are_skipped_when_done(recipe: Path) -> None:
     assert json.loads((out / "results.json").read_text())["commands"]["double"]["results"]["value"] == 2 * weight
     again, calls, text = run(recipe)
     assert again == results and not calls and "▸" not in text
-    _, calls, _ = run(recipe, overrides=["double.command.factor=3"])
-    assert calls == ["double"]
-    assert run(recipe, fresh=True)[1] == ["fit 3", "double"]
+    more = recipe.parent / "more.yaml"
+    for factor in (3, 5):  # a further configuration is part of what was run
+        more.write_text(f"{{command: {{init_args: {{factor: {factor}}}}}}}")
+        for expected in (["double"], []):
+            results, calls, _ = run(recipe, overrides=[f"double.config={more}"])
+            assert calls == expected and results["double"]["value"] == factor * weight
     (recipe / "line.yaml").write_text(LINE.replace("max_epochs: 3", "max_epochs: 4"))
     assert run(recipe)[1] == ["fit 4", "double"]
 
@@ -94,49 +100,15 @@ def test_commands_run_in_order_and_are_skipped_when_done(recipe: Path) -> None:
 def test_a_result_that_was_touched_is_made_again_and_kept_aside(recipe: Path, damage: str) -> None:
     first, _, _ = run(recipe)
     folder = recipe.parent / "out" / "line"
-    if damage == "changed":
-        (folder / "weight.txt").write_text("17.0")
-    elif damage == "removed":
+    if damage == "removed":
         (folder / "weight.txt").unlink()
     else:
-        (folder / "notes.txt").write_text("mine")
+        (folder / ("weight.txt" if damage == "changed" else "notes.txt")).write_text("17.0")
     results, calls, text = run(recipe)
-    assert calls == ["fit 3", "double"] and results["double"] == first["double"]
-    assert "line is made again: 1 files" in text.replace("\n", " ")
-    kept = folder.with_name("line.changed-1")
-    assert kept.is_dir()
-    if damage == "changed":
-        assert (kept / "weight.txt").read_text() == "17.0"
-
-
-@pytest.mark.parametrize("command", ["fit", "test", "run"])
-def test_what_was_cut_without_a_checkpoint_starts_anew_in_an_empty_folder(
-    recipe: Path, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a function, which knows its own parts, and a training with a checkpoint find what they had written."""
-    table = TABLE[: TABLE.index("  - {name: double")].replace("command: fit", f"command: {command}")
-    (recipe / "table.yaml").write_text(table)
-    (recipe / "line.yaml").write_text(DOUBLE if command == "run" else LINE)
-    target, seen = recipe.parent / "out" / "line", []
-
-    def execute(words: list[str], deadline: float | None) -> dict[str, Any]:
-        seen.append((sorted(p.name for p in target.glob("*")), [w for w in words if "ckpt" in w]))
-        target.mkdir(exist_ok=True)
-        (target / f"{len(seen)}.txt").touch()
-        if len(seen) < 3:
-            raise RuntimeError("killed")
-        return {"results": {}, "headline": ""}
-
-    monkeypatch.setattr("tu_symmetry.tables.commands._execute", execute)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="killed"):
-            run(recipe)
-    (target / "checkpoints").mkdir()
-    (target / "checkpoints" / "last.ckpt").touch()
-    run(recipe)
-    assert seen[:2] == [([], []), (["1.txt"] if command == "run" else [], [])]
-    found = {"fit": ["2.txt", "checkpoints"], "run": ["1.txt", "2.txt", "checkpoints"]}.get(command, [])
-    assert seen[2] == (found, [f"--ckpt_path={target}/checkpoints/last.ckpt"] if command == "fit" else [])
+    assert calls == ["fit 3"] and results["double"] == first["double"]  # whose input came out the same
+    assert "line is made again" in text
+    (kept,) = folder.parent.glob("line.changed-*")
+    assert any(file.read_text() == "17.0" for file in kept.glob("*.txt")) == (damage != "removed")
 
 
 class Slow(Callback):
@@ -169,18 +141,7 @@ def test_time_that_is_over_cuts_and_every_call_takes_it_further(recipe: Path) ->
     mark = json.loads((recipe.parent / "out" / ".table" / "line.json").read_text())
     assert mark["seconds"] > 2 and mark["resumed"]  # of all parts together
     with pytest.raises(TableInterrupted):
-        run(recipe, max_time=timedelta(seconds=0), fresh=True)
-
-
-def test_a_further_configuration_is_part_of_what_was_run(recipe: Path) -> None:
-    more = recipe.parent / "more.yaml"
-    more.write_text("{command: {init_args: {factor: 3}}}")
-    results, _, _ = run(recipe, overrides=[f"double.config={more}"])
-    weight = results["double"]["value"] / 3
-    assert run(recipe, overrides=[f"double.config={more}"])[1] == []
-    more.write_text("{command: {init_args: {factor: 5}}}")
-    results, calls, _ = run(recipe, overrides=[f"double.config={more}"])
-    assert calls == ["double"] and results["double"]["value"] == pytest.approx(5 * weight)
+        run(recipe, max_time=timedelta(seconds=0), out=recipe.parent / "another")
 
 
 def test_data_root_and_flags_reach_the_commands(recipe: Path) -> None:
@@ -223,17 +184,12 @@ def test_the_printed_commands_are_what_the_table_runs(recipe: Path, capsys: pyte
     assert Outcome.load(by_hand / "double").results == {k: v for k, v in results["double"].items() if k != "tables"}
 
 
-def test_one_run_at_a_time(recipe: Path) -> None:
-    out = recipe.parent / "out"
-    out.mkdir()
-    with lock_folder(out), pytest.raises(FolderInUseError):
-        run(recipe)
-
-
-def test_a_folder_that_the_table_has_not_made_is_left_alone(recipe: Path) -> None:
+def test_a_folder_in_use_and_one_that_the_table_has_not_made_are_left_alone(recipe: Path) -> None:
     foreign = recipe.parent / "out" / "line"
     foreign.mkdir(parents=True)
     (foreign / "thesis.txt").write_text("mine")
+    with lock_folder(foreign.parent), pytest.raises(FolderInUseError):
+        run(recipe)
     with pytest.raises(ConfigError, match="this table has not made it"):
         run(recipe)
     assert (foreign / "thesis.txt").read_text() == "mine"
@@ -247,7 +203,8 @@ def test_a_folder_that_the_table_has_not_made_is_left_alone(recipe: Path) -> Non
         ("command: run", "command: train", "command"),
         ("config: double.yaml", "config: triple.yaml", "triple.yaml is missing"),
         ("config: line.yaml", "config: [line.yaml, elsewhere.yaml]", r"is 'runs/line', it must be '\$root/\$name'"),
-        ("title: Toy", "titel: Toy", "unknown key 'titel'"),
+        ("title: Toy", "titel: Toy", "titel"),
+        (TABLE[TABLE.index("commands") :], "commands: []", "must list the commands"),
     ],
 )
 def test_a_wrong_table_is_refused(recipe: Path, old: str, new: str, message: str) -> None:
@@ -255,27 +212,6 @@ def test_a_wrong_table_is_refused(recipe: Path, old: str, new: str, message: str
     (recipe / "elsewhere.yaml").write_text("trainer: {default_root_dir: runs/line}\n")
     with pytest.raises(ConfigError, match=message):
         load_table(recipe)
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("double.command.factr=3", "double has no argument 'factr'; did you mean 'factor'?"),
-        ("line.trainer.max_epochz=3", "did you mean 'trainer.max_epochs'?"),
-        ("line.routine.lrr=3", "Line has no argument 'lrr'; did you mean 'lr'?"),
-    ],
-)
-def test_a_typo_is_one_line(recipe: Path, override: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        run(recipe, overrides=[override])
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and "double" not in toy_commands.CALLS and message in error
-
-
-@pytest.mark.parametrize("override", ["nowhere.factor=3", "double", "double=3", "double.command.factor"])
-def test_overrides_that_name_nothing_are_refused(recipe: Path, override: str) -> None:
-    with pytest.raises(ConfigError, match=r"NAME\.FLAG=VALUE"):
-        run(recipe, overrides=[override])
 
 
 def test_only_functions_that_return_an_outcome_are_called(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,9 +222,6 @@ def test_only_functions_that_return_an_outcome_are_called(recipe: Path, capsys: 
     assert "Outcome" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------- killed anywhere
-
-TESTS = Path(__file__).parents[1]
 WALKS = """
 title: Walk
 root: runs/toy
@@ -300,31 +233,13 @@ WALK = "command: {class_path: toy_functions.walk, init_args: {out: $root/$name, 
 TWICE = "command: {class_path: toy_functions.doubled, init_args: {out: $root/$name, walk: $root/walk}}\n"
 
 
-@pytest.fixture
-def walks(tmp_path: Path) -> Path:
-    folder = tmp_path / "walks"
-    folder.mkdir()
-    for name, text in (("table", WALKS), ("walk", WALK), ("twice", TWICE)):
-        (folder / f"{name}.yaml").write_text(text)
-    return folder
-
-
-def quiet(recipe: Path, out: Path, *overrides: str, fresh: bool = False) -> dict[str, Any]:
-    return run_commands(recipe, out=out, overrides=overrides, fresh=fresh, display=Display(Console(quiet=True)))
-
-
-def test_killed_in_the_middle_of_a_function_it_resumes_from_the_parts_that_were_made(
-    walks: Path, tmp_path: Path
-) -> None:
-    whole = quiet(walks, tmp_path / "whole")
+def test_killed_in_a_function_it_resumes_from_the_parts_that_were_made(tmp_path: Path) -> None:
+    walks, tests = written(tmp_path / "walks", table=WALKS, walk=WALK, twice=TWICE), Path(__file__).parents[1]
+    whole, _ = run_table(walks, tmp_path / "whole")
     command = [sys.executable, "-m", "tu_symmetry.cli", "table", str(walks), "--out", str(tmp_path / "run")]
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    environment = os.environ | {"PYTHONPATH": path, "TOY_KILL_AT": "2"}
-    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    environment = {"PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]), "TOY_KILL_AT": "2"}
+    killed = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    results = quiet(walks, tmp_path / "run")
+    results, _ = run_table(walks, tmp_path / "run")
     assert results["walk"]["found"] == 2  # two steps were kept
     assert results["walk"]["place"] == whole["walk"]["place"] and results["twice"] == whole["twice"]
-
-
-# ---------------------------------------------------------------------- files that mean harm or nothing

@@ -38,7 +38,6 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         default=[],
         help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5",
     )
-    parser.add_argument("--fresh", action="store_true", help="run every command again, whatever has been done")
     parser.add_argument("--print-commands", action="store_true", help="print what one would type, and run nothing")
 
     def run(arguments: argparse.Namespace) -> int | None:
@@ -60,7 +59,6 @@ def table(parser: argparse.ArgumentParser) -> Handler:
                 out=arguments.out,
                 data_root=arguments.data_root,
                 overrides=arguments.overrides,
-                fresh=arguments.fresh,
                 max_time=arguments.max_time,
                 display=display,
             )
@@ -80,11 +78,11 @@ def recipes(parser: argparse.ArgumentParser) -> Handler:
     )
 
     def run(arguments: argparse.Namespace) -> int | None:
-        from tu_symmetry.tables.library import configurations, library, titles
+        from tu_symmetry.tables.commands import load_table
+        from tu_symmetry.tables.library import configurations, library
 
-        known = library()
-        for name, title in titles().items():
-            print(f"{name:46} {title}\n{'':46} {known[name]}")
+        for name, folder in library().items():
+            print(f"{name:46} {load_table(folder).title}\n{'':46} {folder}")
         for name, file in configurations().items():
             print(f"{name:46} for `tu-symmetry fit --config {name}`\n{'':46} {file}")
         return 0

@@ -16,7 +16,7 @@ from tu_symmetry.datamodules.readers import CIFARName, DataFileError, IDXName, L
 from tu_symmetry.states import evenly
 
 Part = Literal["train", "test", "ood"]
-BatchSize = int | Literal["full"] | None
+BatchSize = int | Literal["full"]
 
 
 class ImageDataModule(LightningDataModule):
@@ -27,7 +27,7 @@ class ImageDataModule(LightningDataModule):
     of an epoch continues with the batches that were left.
 
     Args:
-        batch_size: the size of training batches; ``full`` or None for the whole training set in order.
+        batch_size: the size of training batches; ``full`` for the whole training set in order.
         eval_batch_size: the size of all other batches; None for whole sets.
         train_size: number of training images, None for all that validation leaves.
         val_size: number of validation images, the last of the training half.
@@ -44,7 +44,6 @@ class ImageDataModule(LightningDataModule):
             a function of the seed, the epoch and the place in it.
 
     Attributes:
-        num_classes: number of classes.
         input_shape: ``(channels, height, width)``.
         mean: the mean of the training pixels in [0, 1], by channel.
         std: likewise.
@@ -132,14 +131,13 @@ class ImageDataModule(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Training batches; the whole set in order for a full batch."""
-        data = self.train
-        full = self.batch_size is None or self.batch_size == "full"
-        size = len(data) if full else int(self.batch_size)  # type: ignore[arg-type]
+        data, full = self.train, self.batch_size == "full"
         world, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
         orders = [
             SeededOrder(data, num_replicas=world, rank=rank, seed=self.seed + m, shuffle=not full)
             for m in range(self.orders or 1)
         ]
+        size = len(data) if full else int(self.batch_size)
         augment = flip_and_shift if self.augment else None
         return ResumableLoader(data, size, orders[0], orders if self.orders else (), augment)
 
@@ -163,27 +161,26 @@ class ImageDataModule(LightningDataModule):
         return DataLoader(data, batch_size=self.eval_batch_size or len(data), shuffle=False, collate_fn=as_it_is)
 
     def _part(self, name: str) -> TensorPairs:
-        if name not in self._parts:
-            found = self.read("train" if name == "val" else name)  # type: ignore[arg-type]
-            if name in ("train", "val"):
-                left = len(found.x) - self.val_size
-                if left < 1:
-                    raise DataFileError(f"val_size is {self.val_size}, but there are {len(found.x)} training images")
-                self._parts["train"] = self._pairs(found, slice(left), "train_size", self.train_size)
-                self._parts["val"] = self._pairs(found, slice(left, None))
-            elif name == "test":
-                self._parts[name] = self._pairs(found, slice(None), "test_size", self.test_size)
-            else:
-                self._parts[name] = self._pairs(found, slice(None), "ood_size", self.ood_size)
+        if name in self._parts:
+            return self._parts[name]
+        if name in ("test", "ood"):
+            self._parts[name] = self._pairs(self.read(name), f"{name}_size", getattr(self, f"{name}_size"))  # type: ignore[arg-type]
+            return self._parts[name]
+        found = self.read("train")
+        left = len(found.x) - self.val_size
+        if left < 1:
+            raise DataFileError(f"val_size is {self.val_size}, but there are {len(found.x)} training images")
+        fitted, held_out = (LabeledImages(found.x[rows], found.y[rows]) for rows in (slice(left), slice(left, None)))
+        self._parts["train"] = self._pairs(fitted, "train_size", self.train_size)
+        self._parts["val"] = self._pairs(held_out)
         return self._parts[name]
 
-    def _pairs(self, found: LabeledImages, rows: slice, what: str = "", size: int | None = None) -> TensorPairs:
-        """Some rows, of them the first ``size`` (or evenly spaced ones), scaled."""
-        x, y = found.x[rows], found.y[rows]
-        if size is not None and size > len(x):
-            raise DataFileError(f"{what} is {size}, but there are {len(x)} images")
-        chosen: Any = evenly(len(x), size) if what == "ood_size" else slice(size)
-        x, y = x[chosen], y[chosen]
+    def _pairs(self, found: LabeledImages, what: str = "", size: int | None = None) -> TensorPairs:
+        """The first ``size`` images (or evenly spaced ones), scaled."""
+        if size is not None and size > len(found.x):
+            raise DataFileError(f"{what} is {size}, but there are {len(found.x)} images")
+        chosen: Any = evenly(len(found.x), size) if what == "ood_size" else slice(size)
+        x, y = found.x[chosen], found.y[chosen]
         if tuple(x.shape[1:]) != self.input_shape:
             raise DataFileError(
                 f"{type(self).__name__}: the files hold images of shape {tuple(x.shape[1:])}, expected "
@@ -237,7 +234,6 @@ class IDXDataModule(ImageDataModule):
         root: folder of data sets.
         eval_ood: also test on the out-of-distribution set.
         ood_dataset: the out-of-distribution set, normalized as the training set.
-        download: download what is missing.
         **common: the arguments of :class:`ImageDataModule`.
     """
 
@@ -251,13 +247,12 @@ class IDXDataModule(ImageDataModule):
         *,
         eval_ood: bool = False,
         ood_dataset: IDXName = "fashion_mnist",
-        download: bool = True,
         **common: Any,
     ) -> None:
         super().__init__(eval_ood=eval_ood, **common)
         if eval_ood and ood_dataset == dataset:
             raise ValueError(f"ood_dataset is {dataset}, which is the data set itself: choose another")
-        self.dataset, self.ood_dataset, self.root, self.download = dataset, ood_dataset, Path(root), download
+        self.dataset, self.ood_dataset, self.root = dataset, ood_dataset, Path(root)
         mean, std = _IDX_MOMENTS[dataset]
         self.mean, self.std = (mean,), (std,)
 
@@ -265,28 +260,26 @@ class IDXDataModule(ImageDataModule):
         """Download what is missing, in one process."""
         needed: list[tuple[IDXName, Any]] = [(self.dataset, "train"), (self.dataset, "test")]
         needed += [(self.ood_dataset, "test")] if self.eval_ood else []
-        for name, split in needed if self.download else ():
+        for name, split in needed:
             if readers.idx_files(self.root, name, split) is None:
                 readers.from_torchvision(readers.IDX_FOLDERS[name], self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part."""
-        if part == "ood":
-            return readers.read_idx_images(self.root, self.ood_dataset, "test")
-        return readers.read_idx_images(self.root, self.dataset, part)
+        name, split = (self.ood_dataset, "test") if part == "ood" else (self.dataset, part)
+        return readers.read_idx_images(self.root, name, split)  # type: ignore[arg-type]
 
 
 class CIFARDataModule(ImageDataModule):
-    """CIFAR-10 or CIFAR-100, as torchvision stores them or, CIFAR-10, from an archive of JPEG images; not augmented.
+    """CIFAR-10 or CIFAR-100, as torchvision stores and downloads them or, CIFAR-10, from an archive of JPEG images.
 
     Args:
         dataset: ``cifar10`` or ``cifar100``.
         root: folder of data sets: of torchvision's, or of the archive.
-        source: ``torchvision``, downloaded where it is missing; or ``archive``, the file ``cifar10-jpeg.tar.xz`` in
-            ``root`` with members ``train/00000_frog.jpg`` in canonical order.
-        batch_size: the size of training batches; ``full`` or None for the whole training set in order.
+        source: ``torchvision``; or ``archive``, the file ``cifar10-jpeg.tar.xz`` in ``root`` with members
+            ``train/00000_frog.jpg`` in canonical order.
+        batch_size: the size of training batches; ``full`` for the whole training set in order.
         ood_dataset: ``svhn`` (torchvision's test set) or ``textures`` (the archive ``dtd10-64.tar.xz`` in ``root``).
-        download: have torchvision download what is missing.
         **common: the other arguments of :class:`ImageDataModule`.
     """
 
@@ -300,14 +293,12 @@ class CIFARDataModule(ImageDataModule):
         source: Literal["torchvision", "archive"] = "torchvision",
         batch_size: BatchSize = 128,
         ood_dataset: Literal["svhn", "textures"] = "svhn",
-        download: bool = True,
         **common: Any,
     ) -> None:
         super().__init__(batch_size=batch_size, **common)
         if source == "archive" and dataset != "cifar10":
             raise ValueError(f"source 'archive' is {readers.CIFAR_ARCHIVE}, which holds CIFAR-10, not {dataset}")
-        self.dataset, self.root, self.source = dataset, Path(root), source
-        self.ood_dataset, self.download = ood_dataset, download
+        self.dataset, self.root, self.source, self.ood_dataset = dataset, Path(root), source, ood_dataset
         hundred = dataset == "cifar100"
         self.num_classes = 100 if hundred else 10
         self.mean = (0.5071, 0.4867, 0.4408) if hundred else (0.4914, 0.4822, 0.4465)
@@ -315,22 +306,18 @@ class CIFARDataModule(ImageDataModule):
 
     def prepare_data(self) -> None:
         """Download what is missing, in one process."""
-        if self.download and self.source == "torchvision":
+        if self.source == "torchvision":
             readers.read_cifar(self.root, self.dataset, "train", download=True)
-        if self.download and self.eval_ood and self.ood_dataset == "svhn":
+        if self.eval_ood and self.ood_dataset == "svhn":
             readers.read_svhn(self.root, download=True)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part; of the archive no more than is asked for is decoded."""
         if part == "ood":
             svhn = self.ood_dataset == "svhn"
-            x = (
-                readers.read_svhn(self.root, download=False)
-                if svhn
-                else readers.read_textures(self.root, self.input_shape[-1])
-            )
+            x = readers.read_svhn(self.root) if svhn else readers.read_textures(self.root, self.input_shape[-1])
             return LabeledImages(x, torch.zeros(len(x), dtype=torch.uint8, device="cpu"))
         if self.source == "torchvision":
-            return readers.read_cifar(self.root, self.dataset, part, download=False)
+            return readers.read_cifar(self.root, self.dataset, part)
         size = self.test_size if part == "test" else None if self.val_size else self.train_size
         return readers.read_cifar10_archive(self.root, part, size)

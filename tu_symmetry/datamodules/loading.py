@@ -111,26 +111,21 @@ class ResumableLoader(DataLoader[Any]):
         self._resume = None
         self._done = resume[1] if resume is not None and resume[0] == epoch else 0
         dataset: TensorPairs = self.dataset  # type: ignore[assignment]
-        for one in self.orders:
+        orders: Any = self.orders or (self.sampler,)
+        for one in orders:
             one.set_epoch(epoch)
         assert self.batch_size is not None
-        if self.orders:
-            table = torch.stack([one.order() for one in self.orders]).to(dataset.x.device)
-            for chosen in table.split(self.batch_size, dim=1)[self._done :]:
-                self._done += 1
-                x = dataset.x[chosen]
-                yield self._augmented(x.flatten(0, 1), *self.orders).view_as(x), dataset.y[chosen]
-            return
-        order: SeededOrder = self.sampler  # type: ignore[assignment]
-        indices, every = order.order(), torch.arange(len(dataset), device="cpu")
-        whole = len(every) <= self.batch_size and torch.equal(indices, every)  # which is not copied
-        for chosen in indices.to(dataset.x.device).split(self.batch_size)[self._done :]:
+        table = torch.stack([one.order() for one in orders])
+        every = torch.arange(len(dataset), device="cpu")
+        whole = not self.orders and len(every) <= self.batch_size and torch.equal(table[0], every)  # is not copied
+        for columns in table.to(dataset.x.device).split(self.batch_size, dim=1)[self._done :]:
             self._done += 1
+            chosen = columns if self.orders else columns[0]
             x, y = (dataset.x, dataset.y) if whole else (dataset.x[chosen], dataset.y[chosen])
-            yield self._augmented(x, order), y
-
-    def _augmented(self, x: Tensor, *orders: SeededOrder) -> Tensor:
-        return x if self.augment is None else self.augment(x, *(order.generator(self._done) for order in orders))
+            if self.augment is not None:
+                images = x.flatten(0, 1) if self.orders else x
+                x = self.augment(images, *(one.generator(self._done) for one in orders)).view_as(x)
+            yield x, y
 
 
 def flip_and_shift(x: Tensor, *generators: torch.Generator, shift: int = 4) -> Tensor:

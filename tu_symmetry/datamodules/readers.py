@@ -107,11 +107,10 @@ def from_torchvision(name: str, root: Path, **options: Any) -> Any:
     try:
         return getattr(datasets, name)(str(root), **options)
     except (RuntimeError, OSError) as error:
-        tried = " and could not be downloaded there" if options.get("download") else ""
-        raise DataFileError(f"{name} is not in {root} as torchvision lays it out{tried}; it said: {error}") from error
+        raise DataFileError(f"{name} is not in {root} as torchvision lays it out; it said: {error}") from error
 
 
-def read_cifar(root: Path, name: CIFARName, split: Split, *, download: bool = True) -> LabeledImages:
+def read_cifar(root: Path, name: CIFARName, split: Split, *, download: bool = False) -> LabeledImages:
     """One half of CIFAR-10 or CIFAR-100 as torchvision stores it."""
     part = from_torchvision(name.upper(), root, train=split == "train", download=download)
     x = torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous()
@@ -143,7 +142,7 @@ def read_textures(root: Path, size: int) -> Tensor:
     return F.interpolate(images.float(), (size, size), mode="area").round().to(torch.uint8)
 
 
-def read_svhn(root: Path, *, download: bool = True) -> Tensor:
+def read_svhn(root: Path, *, download: bool = False) -> Tensor:
     """The test images of SVHN ``[n, 3, 32, 32]``, as torchvision stores them."""
     return torch.from_numpy(from_torchvision("SVHN", root, split="test", download=download).data)
 

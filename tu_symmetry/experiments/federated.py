@@ -7,7 +7,6 @@ initialization. A server sees their weights alone: it aligns and averages them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tu_symmetry import plot
 from tu_symmetry.alignment.barrier import LossBarrier, loss_barrier
 from tu_symmetry.alignment.merging import Merged, merge
 from tu_symmetry.alignment.repair import repair
@@ -57,19 +55,16 @@ class ClientDigitsDataModule(DigitsDataModule):
     def read(self, part: Any) -> LabeledImages:
         """The client's share of the training images; all of every other part."""
         images = super().read(part)
-        mine = self.share(images.y) if part == "train" else slice(None)
-        return LabeledImages(images.x[mine], images.y[mine])
-
-    def share(self, targets: torch.Tensor) -> torch.Tensor:
-        """Positions of the client's images, in order, among all with these classes."""
-        drawn = np.random.default_rng(0)
-        mine = []
-        for label in sorted(set(targets.tolist())):
-            where = drawn.permutation(np.flatnonzero(targets.numpy() == label))
+        if part != "train":
+            return images
+        drawn, mine = np.random.default_rng(0), []
+        for label in sorted(set(images.y.tolist())):
+            where = drawn.permutation(np.flatnonzero(images.y.numpy() == label))
             shares = drawn.dirichlet([self.concentration] * self.clients)
             ends = [0, *np.round(np.cumsum(shares) * len(where)).astype(int)]
             mine.append(where[ends[self.client] : ends[self.client + 1]])
-        return torch.from_numpy(np.sort(np.concatenate(mine)))
+        rows = torch.from_numpy(np.sort(np.concatenate(mine)))
+        return LabeledImages(images.x[rows], images.y[rows])
 
 
 def merge_clients(
@@ -105,7 +100,7 @@ def merge_clients(
     )
     aligned = [apply_permutation(graph, p, state) for p, state in zip(found.permutations, states, strict=True)]
 
-    def lines(ends: list[State], *, repaired: bool = False) -> list[LossBarrier]:
+    def walk(ends: list[State], *, repaired: bool = False) -> list[LossBarrier]:
         """From the first network to each of the others; networks between the two are repaired."""
         walked = []
         for end in ends[1:]:
@@ -117,18 +112,19 @@ def merge_clients(
             walked.append(loss_barrier(model, ends[0], end, validation, cross_entropy, points=points, merge=merged))
         return walked
 
-    steps = {"naive": lines(states)} if any(found.transpositions) else {}
-    steps |= {"aligned": lines(aligned), "corrected": lines(aligned, repaired=True)}
-    results = {
-        "members": found.members,
-        "scores": found.scores,
-        "transpositions": found.transpositions,
-        "lines": {step: [asdict(line) for line in walked] for step, walked in steps.items()},
-        "images": len(statistics),
+    steps = {"naive": walk(states)} if any(found.transpositions) else {}
+    steps |= {"aligned": walk(aligned), "corrected": walk(aligned, repaired=True)}
+    lines = {
+        step: {"ratios": own[0].ratios, "barrier": [one.barrier for one in own], "loss": [one.losses for one in own]}
+        for step, own in steps.items()
     }
     plain = found.scores.get("naive", found.scores["aligned"])  # the same where no unit had to move
     best = f"{found.scores['corrected']['accuracy']:.1%} after alignment and REPAIR"
-    return Outcome(results, f"{plain['accuracy']:.1%} as they are, {best}", [clients_table(found, steps)])
+    return Outcome(
+        {"members": found.members, "scores": found.scores, "transpositions": found.transpositions, "lines": lines},
+        f"{plain['accuracy']:.1%} as they are, {best}",
+        [clients_table(found, steps)],
+    )
 
 
 def clients_table(found: Merged, lines: Mapping[str, list[LossBarrier]]) -> Grid:
@@ -155,9 +151,7 @@ def report(out: Path, recipe: str, merging: Path) -> Outcome:
 
 def draw_lines(path: Path, steps: Found) -> None:
     """Losses along the lines between networks, for each step towards the merged one."""
-    lines = {
-        STEPS[step]: [LossBarrier(one["barrier"], one["ratios"], one["losses"]) for one in ones]
-        for step, ones in steps.items()
-    }
-    with plots.figure(path, 1, width=4.6, height=3.4) as axes:
-        plot.interpolation(lines, ylabel="test loss (nats)", title="Between the clients' networks", ax=axes[0])
+    lines = {STEPS[step]: own for step, own in steps.items()}
+    ratios = next(iter(steps.values()))["ratios"]
+    with plots.figure(path, 1, width=4.6, height=3.4) as (ax,):
+        plots.interpolation(ax, ratios, lines, ylabel="test loss (nats)", title="Between the clients' networks")

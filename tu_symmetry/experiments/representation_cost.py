@@ -21,7 +21,7 @@ from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.scaling.masses import mass_profile
 from tu_symmetry.tables.logs import last_weights, logged_curve
 from tu_symmetry.tables.outcome import Outcome
-from tu_symmetry.tables.report import Found, Report
+from tu_symmetry.tables.report import Found, Report, table
 
 
 class ConvNet(nn.Module):
@@ -69,33 +69,25 @@ def take_profiles(
     model, train, test, graph = study.model, study.train, study.test, study.graph
     log_factors = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
     records: list[dict[str, Any]] = []
-    kinds, groups = ("last", "optimum", "minimum", "rms"), [g.name for g in graph.scales]
-    profiles: dict[str, Any] = {decay: {kind: {g: [] for g in groups} for kind in kinds} for decay in runs}
+    kinds = ("last", "optimum", "minimum")
+    profiles: dict[str, Any] = {decay: {kind: {g.name: [] for g in graph.scales} for kind in kinds} for decay in runs}
     jobs = [(decay, seed, folder) for decay, folders in runs.items() for seed, folder in enumerate(folders)]
     for decay, seed, folder in tracked("profiles", jobs, lambda job: job[0]):
         state = last_weights(folder)
         step, mass = logged_curve(folder, "scale/mass")
         _, minimal = logged_curve(folder, "scale/minimal_mass")
-        records.append(
-            {
-                "weight_decay": decay,
-                "seed": seed,
-                "step": step,
-                "mass": mass,
-                "minimal_mass": minimal,
-                "ratio": [m / c for m, c in zip(mass, minimal, strict=True)],
-                "train_loss": float(cross_entropy(logits(model, state, train), train.y)),
-                "test_accuracy": accuracy(logits(model, state, test), test.y),
-            }
-        )
-        least = canonicalize(graph, state)
+        ratio = [m / c for m, c in zip(mass, minimal, strict=True)]
+        loss = float(cross_entropy(logits(model, state, train), train.y))
+        right = accuracy(logits(model, state, test), test.y)
+        least, mine = canonicalize(graph, state), profiles[decay]
+        factor = fmean(float(log_scale.square().mean().sqrt()) for log_scale in least.log_scale.values())
+        record = {"weight_decay": decay, "seed": seed, "step": step, "mass": mass, "minimal_mass": minimal}
+        records.append(record | {"ratio": ratio, "log_factor": factor, "train_loss": loss, "test_accuracy": right})
         last, optimum = (mass_profile(graph, s, log_factors) for s in (state, least.state))
-        for name, log_scale in least.log_scale.items():
-            mine = profiles[decay]
+        for name in least.log_scale:
             mine["last"][name].append((last.masses[name] / least.mass_after).tolist())
             mine["optimum"][name].append((optimum.masses[name] / least.mass_after).tolist())
             mine["minimum"][name].append(last.minima[name])
-            mine["rms"][name].append(float(log_scale.square().mean().sqrt()))
     ratios = {decay: fmean([r["ratio"][-1] for r in records if r["weight_decay"] == decay]) for decay in runs}
     text = ", ".join(f"{ratio:.3f} with {decay}" for decay, ratio in ratios.items())
     return Outcome(
@@ -114,37 +106,35 @@ def report(out: Path, recipe: str, profiles: Path) -> Outcome:
 
 def cost_table(found: Found, title: str) -> Grid:
     """Masses, their ratio, and how the networks do, for every weight decay."""
-    profiles = found["profiles"]
-    by_decay = {decay: [r for r in found["runs"] if r["weight_decay"] == decay] for decay in profiles}
+    by_decay = {decay: [r for r in found["runs"] if r["weight_decay"] == decay] for decay in found["profiles"]}
     half = len(found["runs"][0]["ratio"]) // 2
-    lines: list[tuple[str, Callable[[dict[str, Any]], float], str]] = [
-        ("mass at the end", lambda r: r["mass"][-1], ".1f"),
-        ("minimal mass at the end", lambda r: r["minimal_mass"][-1], ".1f"),
-        ("ratio at the start", lambda r: r["ratio"][0], ".4f"),
-        ("ratio halfway", lambda r: r["ratio"][half], ".4f"),
-        ("ratio at the end", lambda r: r["ratio"][-1], ".4f"),
-        ("lowest ratio of the run", lambda r: min(r["ratio"]), ".4f"),
-        ("training loss (nats)", lambda r: r["train_loss"], ".2g"),
-        ("test accuracy (%)", lambda r: 100 * r["test_accuracy"], ".2f"),
-    ]
-    rows = [
-        [name, *(measured([read(r) for r in mine], form, error=False) for mine in by_decay.values())]
-        for name, read, form in lines
-    ]
-    distances = [[fmean(seed) for seed in zip(*own["rms"].values(), strict=True)] for own in profiles.values()]
-    rows.insert(6, ["log-factor to the minimum", *(measured(values, ".3f", error=False) for values in distances)])
+    lines: dict[str, tuple[Callable[[dict[str, Any]], float], str]] = {
+        "mass at the end": (lambda r: r["mass"][-1], ".1f"),
+        "minimal mass at the end": (lambda r: r["minimal_mass"][-1], ".1f"),
+        "ratio at the start": (lambda r: r["ratio"][0], ".4f"),
+        "ratio halfway": (lambda r: r["ratio"][half], ".4f"),
+        "ratio at the end": (lambda r: r["ratio"][-1], ".4f"),
+        "lowest ratio of the run": (lambda r: min(r["ratio"]), ".4f"),
+        "log-factor to the minimum": (lambda r: r["log_factor"], ".3f"),
+        "training loss (nats)": (lambda r: r["train_loss"], ".2g"),
+        "test accuracy (%)": (lambda r: 100 * r["test_accuracy"], ".2f"),
+    }
+    columns = {
+        decay: lambda line, mine=mine: measured([line[0](r) for r in mine], line[1], error=False)
+        for decay, mine in by_decay.items()
+    }
     seeds = len(next(iter(by_decay.values())))
     caption = (
         f"Ratio: mass over minimal mass. {seeds} seeds, ± one standard deviation. Log-factor: root mean square of the "
         "natural-log factors from the last weights to the minimum, mean over the layers."
     )
-    return Grid(title, ["weight decay", *profiles], rows, caption)
+    return table(title, lines, columns, caption, "weight decay")
 
 
 def draw(path: Path, found: Found) -> None:
     """Mass, its minimum and their ratio along training, and the mass profiles around the last weights."""
     profiles = found["profiles"]
-    colors = (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE)
+    colors = (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE)  # gray: no decay
     groups = list(next(iter(profiles.values()))["last"])
     with plots.figure(path, 2 + len(groups), width=3.1) as axes:
         for color, (decay, own) in zip(colors, profiles.items(), strict=False):

@@ -25,7 +25,7 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.scaling.canonical import canonicalize
-from tu_symmetry.states import unstack
+from tu_symmetry.states import stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation, apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -60,8 +60,6 @@ class TwoGroupsDataModule(LightningDataModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if [len(center) for center in centers] != [2, 2]:
-            raise ValueError(f"centers must be two points in the plane, got {centers}")
         around = torch.tensor(centers, device="cpu").repeat_interleave(points, 0)
         x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
         self.points = TensorPairs(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
@@ -127,8 +125,13 @@ def remove(
         neighbors: networks within the radius that make a network the core of a mode (itself included).
         least_share: the least share of all networks that a cluster must hold to count as a mode.
     """
-    trained, x = SampleStore.open(samples, like=model.state_dict()).load(), data.points.x
-    losses = mean_losses(model, trained, data)
+    trained, x, y = SampleStore.open(samples, like=model.state_dict()).load(), data.points.x, data.points.y
+
+    @torch.no_grad()
+    def loss(state: dict[str, Tensor]) -> Tensor:
+        return binary_cross_entropy_with_logits(functional_call(model, state, (x,)), y)
+
+    losses = vmap(loss)(trained)
     fits = losses <= largest_loss
     kept = int(fits.sum())
     if kept < 2:
@@ -136,55 +139,35 @@ def remove(
             f"of {len(losses)} networks {kept} end with a mean loss of at most {largest_loss}; the median is "
             f"{float(losses.median()):.3g} nats: train longer, or move the groups apart"
         )
-    model, x = model.double(), x.double()
-    graph = discover_symmetries(model, x[:2])
-    raw = list(unstack({name: t[fits].double() for name, t in trained.items()}))
+    model, points = model.double(), x.double()
+    graph = discover_symmetries(model, points[:2])
     forms: dict[str, list[dict[str, Tensor]]] = {k: [] for k in ("raw", "scaled", "least", "sorted", "both", "cost")}
     error = 0.0
-    for state in tracked("removing symmetries", raw):
+    for state in tracked("removing symmetries", list(unstack({name: t[fits].double() for name, t in trained.items()}))):
         made = {"raw": state, "scaled": rescaled(graph, state, norm), "least": rescaled(graph, state, None)}
         for plain, ordered in (("raw", "sorted"), ("scaled", "both"), ("least", "cost")):
             made[ordered] = sorted_by_output(graph, made[plain])
-        outputs = torch.stack([functional_call(model, s, (x,)) for s in made.values()])
+        outputs = torch.stack([functional_call(model, s, (points,)) for s in made.values()])
         error = max(error, float((outputs - outputs[0]).abs().max() / outputs[0].abs().max()))
         for name, form in made.items():
             forms[name].append(form)
-    stacked = {name: {k: torch.stack([s[k] for s in states]) for k in raw[0]} for name, states in forms.items()}
+    stacked = {name: stack_states(states) for name, states in forms.items()}
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / FORMS, {f"{name}/{k}": t for name, states in stacked.items() for k, t in states.items()})
     numbers: dict[str, dict[str, Any]] = {}
     for name, states in stacked.items():
-        points = torch.cat([t.flatten(1) for t in states.values()], dim=1)
-        modes = [s for s in cluster_shares(points, radius, neighbors) if s >= least_share]
-        variance = float(points.var(0).sum())
-        relative = variance / float(points.square().sum(1).mean())
+        vectors = torch.cat([t.flatten(1) for t in states.values()], dim=1)
+        modes = [s for s in cluster_shares(vectors, radius, neighbors) if s >= least_share]
+        variance = float(vectors.var(0).sum())
+        relative = variance / float(vectors.square().sum(1).mean())
         numbers[name] = {"variance": variance, "relative_variance": relative}
         numbers[name] |= {"modes": len(modes), "in_modes": sum(modes)}
     collapse = numbers["raw"]["variance"] / numbers["both"]["variance"]
-    quantiles = losses.double().quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64, device="cpu"))
     return Outcome(
-        {
-            "trained": len(losses),
-            "kept": kept,
-            "loss_deciles": dict(zip(("10 %", "50 %", "90 %"), quantiles.tolist(), strict=True)),
-            "forms": numbers,
-            "output_error": error,
-        },
+        {"trained": len(losses), "kept": kept, "forms": numbers, "output_error": error},
         f"{kept} of {len(losses)} networks fit, {numbers['raw']['modes']} → {numbers['both']['modes']} modes, sum of "
         f"marginal variances {collapse:.0f} times smaller",
     )
-
-
-@torch.no_grad()
-def mean_losses(model: Perceptron, states: Mapping[str, Tensor], data: TwoGroupsDataModule) -> Tensor:
-    """Mean binary cross-entropy in nats ``[networks]`` of stacked states over all points."""
-    x, y = data.points.x, data.points.y
-
-    def loss(state: dict[str, Tensor]) -> Tensor:
-        return binary_cross_entropy_with_logits(functional_call(model, state, (x,)), y)
-
-    found: Tensor = vmap(loss)(dict(states))
-    return found
 
 
 def rescaled(graph: SymmetryGraph, state: Mapping[str, Tensor], norm: float | None) -> dict[str, Tensor]:

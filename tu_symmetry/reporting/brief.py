@@ -1,8 +1,7 @@
-"""Results that hold many tensors, as one line in a console and as a small table in a notebook."""
+"""Results that hold many tensors, as one line."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,15 +17,6 @@ class Brief:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}: {text}' for name, text in self.facts())})"
-
-    def _repr_html_(self) -> str:
-        """For notebooks: a table with a line for each fact."""
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in self.facts()
-        )
-        return f"<table><caption>{html.escape(type(self).__name__)}</caption>{rows}</table>"
 
 
 def shorten(value: Any) -> str:

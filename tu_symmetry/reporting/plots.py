@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,22 @@ def grid(path: Path, rows: int, columns: int, width: float, height: float, **opt
         made.savefig(path)
 
 
-def band(axes: Axes, x: Sequence[float], runs: Any, color: str, label: str | None, **style: Any) -> None:
+def band(ax: Axes, x: Sequence[float], runs: Any, color: str, label: str | None, **style: Any) -> None:
     """Mean over runs ``[runs, points]`` with plus and minus one standard deviation shaded."""
     values = np.asarray(runs, dtype=float)
     mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(values.shape[1])
-    axes.plot(x, mean, color=color, label=label, **style)
+    ax.plot(x, mean, color=color, label=label, **style)
     if len(values) > 1:
-        axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0)
+        ax.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.18, linewidth=0)
+
+
+def interpolation(ax: Axes, ratios: Sequence[float], lines: Mapping[str, Any], *, ylabel: str, title: str) -> None:
+    """Losses along lines between networks for each label, from the lines' ``barrier`` and ``loss`` (one for each)."""
+    colors = (GRAY, BLUE) if len(lines) == 2 else COLORS  # of two, the first is the one before
+    for color, (label, found) in zip(colors, lines.items(), strict=False):
+        barrier = sum(found["barrier"]) / len(found["barrier"])
+        band(ax, ratios, found["loss"], color, f"{label} (barrier {barrier:.3g})")
+    ax.set(xlabel=r"interpolation $\lambda$", ylabel=ylabel, title=title, xlim=(0, 1))
+    bottom, top = ax.get_ylim()
+    ax.set_ylim(bottom, top + 0.3 * (top - bottom))
+    ax.legend(loc="upper left")

@@ -1,22 +1,13 @@
-"""What a run shows: which commands there are, a bar for the one at work or lines in a log file, and what comes next."""
+"""What a run shows: which command is at work, how far it is, and what came out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bars
 
 from tu_symmetry.reporting.grid import Grid
 
@@ -25,7 +16,7 @@ class Tracker(Protocol):
     """What shows the progress of one loop."""
 
     def update(self, done: int, **info: float | str) -> None:
-        """Show that ``done`` steps are done, with some figures beside the bar."""
+        """Show that ``done`` steps are done, with some figures beside them."""
 
 
 Progress = Callable[[dict[str, Any]], None]
@@ -58,102 +49,14 @@ class StageProgress:
             shown += f", {_duration(max(0.0, total - done) / rate)} left"
         hidden = {"stage", "batches", "wanted", counter}
         figures = {k: v for k, v in info.items() if k not in hidden and isinstance(v, (int, float, str))}
-        title = f"{self.title}: " if self.title else ""
-        return f"{title}{stage}{shown}  {_figures(figures)}".rstrip()
+        words = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
+        return f"{self.title and f'{self.title}: '}{stage}{shown}  {words}".rstrip()
 
 
-class _Lines:
-    """Where there is no terminal: a line now and then."""
-
-    def __init__(self, title: str, console: Console, every: float) -> None:
-        self._stages, self._console, self._every = StageProgress(title), console, every
-        self._last = time.monotonic()
-
-    def show(self, info: dict[str, Any]) -> None:
-        line = self._stages.line(info)
-        if time.monotonic() - self._last >= self._every:
-            self._last = time.monotonic()
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-class _Tracker:
-    def __init__(self, show: Callable[[int, dict[str, Any]], None]) -> None:
-        self._show = show
-
-    def update(self, done: int, **info: float | str) -> None:
-        self._show(done, info)
-
-
-class _Status:
-    headline = memory = ""
-
-    def done(self, results: Mapping[str, Any]) -> None:
-        """Take what a finished stage says in one line (its result ``headline``), and its peak of a GPU's memory."""
-        self.headline = str(results.get("headline", ""))
-        if peak := results.get("gpu_allocated"):
-            self.memory = f", {peak / 2**30:.2f} GiB on the GPU"
-
-
-class Display:
-    """Shows a run on a console: live bars in a terminal, lines elsewhere."""
-
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
-
-    def plan(self, title: str, commands: Sequence[str], done: Sequence[str]) -> None:
-        """Announce the table and its commands."""
-        self.console.print(f"[bold]{title}[/bold]")
-        if len(done) < len(commands):
-            names = " → ".join(f"[dim]{s}[/dim]" if s in done else s for s in commands)
-            self.console.print(f"commands: {names}", soft_wrap=True)
-
-    def skipped(self, name: str) -> None:
-        """Say that a command had been done before."""
-        self.console.print(f"[green]✓[/green] {name} [dim](done before)[/dim]", highlight=False)
-
-    def note(self, text: str) -> None:
-        """Say something that the reader should know."""
-        self.console.print(f"    {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
-
-    @contextmanager
-    def stage(self, name: str, *, resumed: bool, following: str | None) -> Iterator[_Status]:
-        """Frame one stage: that it starts and what follows, then how long it took and what came out."""
-        after = f" [dim](next: {following})[/dim]" if following else ""
-        self.console.print(f"[bold blue]▸[/bold blue] {name}{' [yellow](resuming)[/yellow]' if resumed else ''}{after}")
-        status, started = _Status(), time.perf_counter()
-        yield status
-        seconds = time.perf_counter() - started
-        self.console.print(f"[green]✓[/green] {name} [cyan]{seconds:.1f} s{status.memory}[/cyan]", highlight=False)
-        if status.headline:
-            self.console.print(f"    {status.headline}", highlight=False, soft_wrap=True)
-
-    def tables(self, results: Mapping[str, Mapping[str, Any]]) -> None:
-        """Print the tables that commands have among their results."""
-        for found in results.values():
-            for grid in found.get("tables", ()):
-                Grid(**grid).print(self.console)
-
-    @contextmanager
-    def track(self, description: str, total: int) -> Iterator[Tracker]:
-        """A bar for one loop of ``total`` steps, or a line every 15 seconds."""
-        if not self.console.is_terminal:
-            lines = _Lines("", self.console, 15.0)
-            yield _Tracker(lambda done, info: lines.show({"stage": description, "done": done, "batches": total} | info))
-            return
-        bars = Bars(
-            SpinnerColumn(),
-            TextColumn("  {task.description}"),
-            BarColumn(bar_width=28),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("[dim]{task.fields[info]}"),
-            console=self.console,
-            transient=True,
-        )
-        with bars:
-            task = bars.add_task(description, total=total, info="")
-            yield _Tracker(lambda done, info: bars.update(task, completed=done, info=_figures(info)))
+def _duration(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -167,20 +70,61 @@ def show_progress(title: str = "Laplace", *, console: Console | None = None, eve
         >>> with tus.show_progress() as progress:                                            # doctest: +SKIP
         ...     la.fit(loader, progress=progress)
     """
-    console = console or Console(stderr=True)
-    if not console.is_terminal:
-        yield _Lines(title, console, every).show
+    console, stages, last = console or Console(stderr=True), StageProgress(title), time.monotonic()
+    if console.is_terminal:
+        with console.status(title) as status:
+            yield lambda info: status.update(stages.line(info))
         return
-    stages = StageProgress(title)
-    with console.status(title) as status:
-        yield lambda info: status.update(stages.line(info))
+
+    def show(info: dict[str, Any]) -> None:
+        nonlocal last
+        line = stages.line(info)
+        if time.monotonic() - last >= every:
+            last = time.monotonic()
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    yield show
 
 
-def _duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+class _Loop:
+    """The progress of one loop."""
+
+    def __init__(self, description: str, total: int, show: Progress) -> None:
+        self.fixed, self.show = {"stage": description, "batches": total}, show
+
+    def update(self, done: int, **info: float | str) -> None:
+        self.show({"done": done, **self.fixed, **info})
 
 
-def _figures(info: Mapping[str, float | str]) -> str:
-    return "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in info.items())
+class Display:
+    """Shows a run on a console."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+
+    def note(self, text: str) -> None:
+        """Say something that the reader should know."""
+        self.console.print(f"    {text}", style="yellow", highlight=False, soft_wrap=True, markup=False)
+
+    def started(self, name: str, place: str, *, resumed: bool) -> None:
+        """Say that a command starts, and which one it is of how many."""
+        how = " [yellow](resuming)[/yellow]" if resumed else ""
+        self.console.print(f"[bold blue]▸[/bold blue] {name} [dim]({place})[/dim]{how}", highlight=False)
+
+    def done(self, name: str, said: str, headline: str = "") -> None:
+        """Say that a command is done."""
+        self.console.print(f"[green]✓[/green] {name} [cyan]{said}[/cyan]", highlight=False)
+        if headline:
+            self.console.print(f"    {headline}", highlight=False, soft_wrap=True)
+
+    def tables(self, results: Mapping[str, Mapping[str, Any]]) -> None:
+        """Print the tables that commands have among their results."""
+        for found in results.values():
+            for grid in found.get("tables", ()):
+                Grid(**grid).print(self.console)
+
+    @contextmanager
+    def track(self, description: str, total: int) -> Iterator[Tracker]:
+        """The progress of one loop of ``total`` steps: a line that changes, or one every 15 seconds."""
+        with show_progress("", console=self.console, every=15.0) as show:
+            yield _Loop(description, total, show)

@@ -2,27 +2,25 @@
 
 A command is skipped if its configuration and inputs are those of a finished run and its files are untouched; a training
 that was cut goes on from its last checkpoint. A finished command leaves ``.table/NAME.json`` in the run folder: a
-fingerprint of its configuration and inputs, the digest of every file that it wrote, its time and the GPU's peaks.
+fingerprint of its configuration and inputs, the digest of every file that it wrote, and its time.
 """
 
 from __future__ import annotations
 
-import gc
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
 
-from tu_symmetry.configs import ConfigError, parse, read_mapping
+from tu_symmetry.configs import ConfigError, read_mapping
 from tu_symmetry.files import (
-    FileError,
     clear_scratch,
     digest_file,
     digest_folder,
@@ -91,27 +89,31 @@ class CommandTable:
 
 def load_table(folder: str | Path) -> CommandTable:
     """Read and check a recipe folder; copies are commands of their own, and files are with their bases."""
-    folder = Path(folder)
-    path = folder / "table.yaml"
-    raw = read_mapping(path)
-    entries = raw.get("commands")
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{path}: 'commands' must list the commands in order")
-    read = [parse(CommandConfig, entry, f"{path}: commands[{k}]") for k, entry in enumerate(entries)]
-    table = parse(CommandTable, raw | {"commands": []}, str(path))
+    from jsonargparse import ArgumentError, ArgumentParser
+
+    path = Path(folder) / "table.yaml"
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(CommandTable)
+    given = {key: value for key, value in read_mapping(path).items() if value is not None}
+    try:
+        table = CommandTable(**vars(parser.instantiate(parser.parse_object(given))))
+    except ArgumentError as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     copies: dict[str, list[str]] = {}
     commands: list[CommandConfig] = []
-    for command in read:
+    for command in table.commands:
         where = f"{path}: command {command.name!r}"
-        if command.name in copies or not command.name.replace("_", "").replace("-", "").isalnum():
+        if command.name in copies or not re.fullmatch(r"[\w-]+", command.name):
             raise ConfigError(f"{where}: names are letters, digits, - and _, and each stands once")
         if unknown := [name for name in command.needs if name not in copies]:
             raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(copies)})")
         own = [command.config] if isinstance(command.config, str) else command.config
         files = [*table.bases.get(command.command, ()), *own]
         flag = "command.init_args.out" if command.command == "run" else "trainer.default_root_dir"
-        found = command.set.get(flag, _last(flag, [read_mapping(folder / file) for file in files]))
-        if found != OUT:
+        values: list[Any] = [read_mapping(path.parent / file) for file in files]
+        for key in flag.split("."):
+            values = [value[key] for value in values if isinstance(value, Mapping) and key in value]
+        if (found := command.set.get(flag, values[-1] if values else None)) != OUT:
             raise ConfigError(f"{where} ({', '.join(files)}): {flag} is {found!r}, it must be {OUT!r}")
         needs = [copy for name in command.needs for copy in copies[name]]
         made = replace(command, config=files, needs=needs, copies=0, seeds=[])
@@ -119,18 +121,9 @@ def load_table(folder: str | Path) -> CommandTable:
         for k, name in enumerate(copies[command.name]):
             seeds = dict.fromkeys(command.seeds if command.copies else (), k)
             commands.append(replace(made, name=name, set=made.set | seeds))
+    if not commands:
+        raise ConfigError(f"{path}: 'commands' must list the commands in order")
     return replace(table, commands=commands)
-
-
-def _last(flag: str, contents: Sequence[Mapping[str, Any]]) -> Any:
-    """The value of a dotted key in the last of several configurations that has it."""
-    found: Any = None
-    for content in contents:
-        value: Any = content
-        for key in flag.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        found = found if value is None else value
-    return found
 
 
 def typed(folder: Path, command: CommandConfig, root: Path, data_root: str | Path | None = None) -> list[str]:
@@ -155,7 +148,6 @@ def run_commands(
     out: str | Path | None = None,
     data_root: str | Path | None = None,
     overrides: Sequence[str] = (),
-    fresh: bool = False,
     max_time: timedelta | None = None,
     display: Display | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -166,7 +158,6 @@ def run_commands(
         out: run folder; the recipe's own by default.
         data_root: folder of data sets, ``$data_root`` in the files; ``data`` by default.
         overrides: ``NAME.FLAG=VALUE``: ``hmc.routine.num_samples=100`` is ``--routine.num_samples=100`` of ``hmc``.
-        fresh: run every command again, whatever has been done.
         max_time: stop after this long, a fit at the next point from which it resumes exactly (see
             :class:`~tu_symmetry.callbacks.LastCheckpoint`), anything else before it starts.
         display: where progress is shown; the terminal by default.
@@ -179,15 +170,6 @@ def run_commands(
     root = Path(out) if out is not None else Path(table.root)
     if root.resolve() == folder.resolve():
         raise ConfigError(f"{root} is the recipe, which a run would write into: choose another folder with --out")
-    flags = _flags(table, overrides)
-    deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
-    (root / MARKS).mkdir(parents=True, exist_ok=True)
-    with lock_folder(root):
-        clear_scratch(root)
-        return _Run(folder, table, root, data_root, flags, fresh, deadline, display or Display()).all()
-
-
-def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:
     flags: dict[str, list[str]] = {command.name: [] for command in table.commands}
     for override in overrides:
         key, separator, value = override.partition("=")
@@ -198,7 +180,11 @@ def _flags(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]
                 "of its flags, for example hmc.routine.num_samples=100"
             )
         flags[name].append(f"--{flag}={value}")
-    return flags
+    deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
+    (root / MARKS).mkdir(parents=True, exist_ok=True)
+    with lock_folder(root):
+        clear_scratch(root)
+        return _Run(folder, table, root, data_root, flags, deadline, display or Display()).all()
 
 
 @dataclass
@@ -210,29 +196,20 @@ class _Run:
     root: Path
     data_root: str | Path | None
     flags: Mapping[str, list[str]]
-    fresh: bool
     deadline: float | None
     display: Display
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @cached_property
-    def environment(self) -> Mapping[str, Any]:
-        return describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-
     def all(self) -> dict[str, dict[str, Any]]:
-        for command in self.table.commands:
-            if not self.fresh and set(command.needs) <= self.marks.keys():
-                self._take(command)
-        names, done = [c.name for c in self.table.commands], list(self.marks)
-        self.display.plan(self.table.title, names, done)
-        for number, command in enumerate(self.table.commands):
-            if command.name in done:
-                self.display.skipped(command.name)
+        commands = self.table.commands
+        self.display.console.print(self.table.title, style="bold")
+        for number, command in enumerate(commands, 1):
+            if self._take(command):
+                self.display.done(command.name, "done before")
             else:
-                self._run(command, next((name for name in names[number + 1 :] if name not in done), None))
-                self._write_results()
-        self._write_results()
-        return {name: self.marks[name]["results"] for name in names}
+                self._run(command, f"{number} of {len(commands)}")
+            self._write_results()
+        return {command.name: self.marks[command.name]["results"] for command in commands}
 
     def _fingerprint(self, command: CommandConfig) -> str:
         flags = [*_dotted(command.set), *self.flags[command.name]]
@@ -247,96 +224,77 @@ class _Run:
             }
         )
 
-    def _take(self, command: CommandConfig) -> None:
-        """Take a finished command's mark, if its configuration is the same and its files are as they were written."""
+    def _take(self, command: CommandConfig) -> bool:
+        """Whether a command is done: its configuration is the same and its files are as they were written."""
         mark = self._read_mark(command.name)
         if mark is None or mark["status"] != "done" or mark["fingerprint"] != self._fingerprint(command):
-            return
+            return False
         target = self.root / command.name
         found = digest_folder(target)
-        changed = sorted(n for n in found.keys() | mark["files"].keys() if found.get(n) != mark["files"].get(n))
-        if not changed:
+        if found == mark["files"]:
             self.marks[command.name] = mark
-            return
-        said = f"{len(changed)} files were changed, replaced or removed since they were made ({changed[0]})"
-        if found:
-            number = 1
-            while (kept := self.root / f"{command.name}.changed-{number}").exists():
-                number += 1
-            target.rename(kept)
-            said += f"; what is there is now in {kept}"
-        self.display.note(f"{command.name} is made again: {said}")
+        elif found:
+            aside = target.with_name(f"{command.name}.changed-{time.time_ns()}")
+            target.rename(aside)
+            self.display.note(f"{command.name} is made again, since files in it were changed; they are now in {aside}")
+        return command.name in self.marks
 
     def _read_mark(self, name: str) -> dict[str, Any] | None:
         path = self.root / MARKS / f"{name}.json"
-        if not path.exists():
-            return None
-        try:
-            return read_json(path)[0]
-        except FileError as error:
-            raise ConfigError(f"{error}; remove it to have {name} made again") from error
+        return read_json(path)[0] if path.exists() else None
 
     def _mark(self, name: str, **mark: Any) -> dict[str, Any]:
         write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
         return plain(mark)
 
-    def _run(self, command: CommandConfig, following: str | None) -> None:
+    def _run(self, command: CommandConfig, place: str) -> None:
         target, name = self.root / command.name, command.name
         fingerprint, old = self._fingerprint(command), self._read_mark(name)
-        resumed = not self.fresh and old is not None and old["fingerprint"] == fingerprint and target.is_dir()
         if target.exists() and old is None:
             raise ConfigError(
                 f"{target} is there, and this table has not made it: move it away, or give another run folder (--out)"
             )
-        checkpoint = self._checkpoint(command) if resumed else None
-        resumed = resumed and (command.command == "run" or checkpoint is not None)  # else cut before there was one
+        resumed = old is not None and old["fingerprint"] == fingerprint and target.is_dir()
+        checkpoints = list(target.rglob("last*.ckpt")) if resumed and command.command == "fit" else []
+        resumed = resumed and (command.command == "run" or bool(checkpoints))  # else cut before there was one
         if resumed:
             clear_scratch(target, recursive=True)
         elif target.exists():
             remove_folder(target)
-        before = old if resumed and old else {}
-        self._mark(name, fingerprint=fingerprint, seconds=before.get("seconds", 0.0), status="running")
+        spent = old["seconds"] if resumed and old else 0.0
+        self._mark(name, fingerprint=fingerprint, seconds=spent, status="running")
         over = TableInterrupted(f"the time is over; the same command resumes with {name}")
         if self.deadline is not None and time.monotonic() >= self.deadline:
             raise over
         words = [*typed(self.folder, command, self.root, self.data_root), *self.flags[name]]
-        words += [] if checkpoint is None else [f"--ckpt_path={checkpoint}"]
-        gpu_peaks(fresh=True)
+        words += [f"--ckpt_path={path}" for path in sorted(checkpoints, key=lambda p: p.stat().st_mtime)[-1:]]
+        self.display.started(name, place, resumed=resumed)
         started = time.perf_counter()
-
-        def took() -> dict[str, Any]:
-            seconds = round(before.get("seconds", 0.0) + time.perf_counter() - started, 2)
-            return {"seconds": seconds} | {key: max(peak, before.get(key, 0)) for key, peak in gpu_peaks().items()}
-
-        with self.display.stage(name, resumed=resumed, following=following) as status:
-            found = _execute(words, self.deadline)
-            if found is None:
-                self._mark(name, fingerprint=fingerprint, status="running", **took())
-                raise over
-            status.done(found | gpu_peaks())
+        found = _execute(words, self.deadline)
+        seconds = round(spent + time.perf_counter() - started, 2)
+        if found is None:
+            self._mark(name, fingerprint=fingerprint, seconds=seconds, status="running")
+            raise over
+        self.display.done(name, f"{seconds:.1f} s", found["headline"])
         files = digest_folder(target)
         if not files:
             raise ConfigError(f"{name} has written nothing to {target}")
-        made = {"status": "done", "resumed": resumed, "files": files, "environment": self.environment}
-        self.marks[name] = self._mark(name, fingerprint=fingerprint, **found, **took(), **made)
-
-    def _checkpoint(self, command: CommandConfig) -> Path | None:
-        """From which a training that was cut goes on; nothing else does."""
-        found = (self.root / command.name).rglob("last*.ckpt") if command.command == "fit" else ()
-        return max(found, key=lambda p: p.stat().st_mtime, default=None)
+        made = {"fingerprint": fingerprint, "seconds": seconds, "status": "done", "resumed": resumed, "files": files}
+        self.marks[name] = self._mark(name, **found, **made)
 
     def _write_results(self) -> None:
-        keep = ("results", "headline", "seconds", "resumed", "gpu_allocated", "gpu_reserved")
+        keep = ("results", "headline", "seconds", "resumed")
         marks = {c.name: self.marks[c.name] for c in self.table.commands if c.name in self.marks}
-        commands = {name: {key: mark[key] for key in keep if key in mark} for name, mark in marks.items()}
-        content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": self.environment}
+        commands = {name: {key: mark[key] for key in keep} for name, mark in marks.items()}
+        environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        content = {"recipe": self.folder.name, "table": asdict(self.table), "environment": environment}
         write_json(self.root / "results.json", plain(content | {"commands": commands}), seal=True)
 
 
 def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:
     """Run a command in this process: its results and a line about them, or None for a fit that was cut."""
     from tu_symmetry.tables.functions import run_function
-    from tu_symmetry.tables.lightning import OutOfTime, run_lightning, was_cut  # loads TorchUncertainty
+    from tu_symmetry.tables.lightning import OutOfTime, run_lightning  # loads TorchUncertainty
 
     if words[0] == "run":
         outcome = run_function(words[1:])
@@ -346,25 +304,6 @@ def _execute(words: list[str], deadline: float | None) -> dict[str, Any] | None:
         trainer = run_lightning(words, deadline=deadline if words[0] == "fit" else None).trainer
     except OutOfTime:
         return None
-    if was_cut(trainer):
-        return None
     metrics = plain({name: value.item() for name, value in trainer.callback_metrics.items()})
     shown = [f"{name} {value:.4g}" for name, value in metrics.items() if isinstance(value, float)]
     return {"results": {"metrics": metrics}, "headline": ", ".join(shown[:4])}
-
-
-def gpu_peaks(*, fresh: bool = False) -> dict[str, int]:
-    """The most bytes of tensors on a GPU (``gpu_allocated``), and held for them by torch (``gpu_reserved``).
-
-    ``fresh`` lets go of what is not used any more, and counts from here. Empty where nothing has used a GPU.
-    """
-    if not torch.cuda.is_initialized():
-        return {}
-    devices = range(torch.cuda.device_count())
-    if fresh:
-        gc.collect()
-        torch.cuda.empty_cache()
-        for device in devices:
-            torch.cuda.reset_peak_memory_stats(device)
-    peaks = {"gpu_allocated": torch.cuda.max_memory_allocated, "gpu_reserved": torch.cuda.max_memory_reserved}
-    return {name: max(map(peak, devices)) for name, peak in peaks.items()}

@@ -8,18 +8,37 @@ A configuration names a function that returns an :class:`~tu_symmetry.tables.out
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
 from tu_symmetry.configs import ConfigError, resolve
-from tu_symmetry.tables.mistakes import OneLineParser
 from tu_symmetry.tables.outcome import Outcome
 
 OUT = "$root/$name"
 _FOLDER = re.compile(r"\$(root|name|data_root)\b")
+_NOISE = re.compile(
+    r"(Does not validate|Subtypes:|Errors:|Given value|(- )?Expected a <class 'NoneType'>|- Expected a path but)"
+)
+
+
+class OneLineParser(ArgumentParser):
+    """A parser that ends with one line, and without the usage of all options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the cause in one line and end with status 2."""
+        if not self.exit_on_error:
+            super().error(message, ex)
+        lines = [line.strip() for line in message.splitlines() if line.strip() and not _NOISE.match(line.strip())]
+        text = re.sub(r"<class '(?:[\w.]+\.)?(\w+)'>", r"\1", " ".join(lines))
+        text = re.sub(r"(?:- )?Problem with given class_path '(?:[\w.]+\.)?(\w+)':", r"\1:", text)
+        text = re.sub(r"Parser key \"([\w.+]+)\":", r"\1:", text)
+        cut = text if len(text) < 600 else f"{text[:600]} ..."
+        print(f"{self.prog.replace(' [options]', '')}: {cut}", file=sys.stderr)
+        sys.exit(2)
 
 
 def add_folders(parser: ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tu_symmetry.configs import ConfigError, read_mapping
+from tu_symmetry.configs import ConfigError
 from tu_symmetry.tables.commands import load_table
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -18,21 +18,12 @@ def library() -> dict[str, Path]:
     return {path.parent.relative_to(_SHIPPED).as_posix(): path.parent for path in tables}  # type: ignore[arg-type]
 
 
-def titles() -> dict[str, str]:
-    """Name of every recipe to its title."""
-    return {name: str(read_mapping(folder / "table.yaml").get("title", "")) for name, folder in library().items()}
-
-
 def configurations() -> dict[str, Path]:
     """Name (``lightning/mnist_ensemble_rebasin.yaml``) to file of every configuration that no table runs."""
     if _SHIPPED is None:
         return {}
-    used = {
-        (recipe / file).resolve()
-        for recipe in library().values()
-        for command in load_table(recipe).commands
-        for file in command.config
-    }
+    commands = [(folder, command) for folder in library().values() for command in load_table(folder).commands]
+    used = {(folder / file).resolve() for folder, command in commands for file in command.config}
     files = [p for p in sorted(_SHIPPED.rglob("*.yaml")) if p not in used and not (p.parent / "table.yaml").is_file()]
     return {p.relative_to(_SHIPPED).as_posix(): p for p in files}
 
@@ -56,10 +47,7 @@ def find_recipe(name: str | Path) -> Path:
 
 
 def find_configuration(name: str) -> str:
-    """The configuration file that a name means: one that is there, else one that travels with the package.
-
-    What is neither is returned as it is: whoever reads the file says that it is not there.
-    """
+    """The file that a name means: one that is there, else one that travels with the package, else the name itself."""
     if _SHIPPED is None or Path(name).is_absolute() or Path(name).exists():
         return name
     root, file = _SHIPPED.resolve(), (_SHIPPED / _within_recipes(name)).resolve()

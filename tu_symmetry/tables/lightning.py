@@ -1,8 +1,8 @@
 """``tu-symmetry fit | validate | test | predict``: TorchUncertainty's LightningCLI, with arguments as they were typed.
 
 Beyond LightningCLI: ``$root``, ``$name`` and ``$data_root`` (:mod:`~tu_symmetry.tables.functions`), a routine without
-``class_path`` is a ``ClassificationRoutine``, ``--eval_after_fit`` takes true and false, a resumed run overwrites its
-saved configuration, and a log file gets a line of progress every half minute.
+``class_path`` is a ``ClassificationRoutine``, a resumed run overwrites its saved configuration, and a log file gets a
+line of progress every half minute.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import ActionYesNo
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, Timer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.cli import LightningArgumentParser
 
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.files import FileError, check_archive
-from tu_symmetry.tables.functions import add_folders, with_folders
-from tu_symmetry.tables.mistakes import ROOMS, OneLineParser
+from tu_symmetry.tables.functions import OneLineParser, add_folders, with_folders
 
 with scripting_unsaid():
     from torch_uncertainty.utils.cli import TULightningCLI, TUSaveConfigCallback
 
 ROUTINE = "torch_uncertainty.routines.ClassificationRoutine"
+# whose classes a YAML file may name without their module
+ROOMS = ("tu_symmetry.callbacks", "tu_symmetry.routines", "tu_symmetry.datamodules")
 
 
 class _Parser(OneLineParser, LightningArgumentParser):
@@ -56,17 +56,6 @@ class SymmetryCLI(TULightningCLI):
             parser_class=_Parser,
             **kwargs,
         )
-
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """``--eval_after_fit`` as a switch that takes a value (TorchUncertainty's can only be set)."""
-        parser.add_argument(
-            "--eval_after_fit",
-            action=ActionYesNo,
-            nargs="?",
-            default=self.eval_after_fit_default,
-            help="whether fit is followed by test, on the checkpoint that a monitor chose, or else on the last weights",
-        )
-        LightningCLI.add_default_arguments_to_parser(self, parser)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The folders, and the routine's class unless a configuration names one."""
@@ -125,15 +114,13 @@ def require_checkpoint(path: str) -> None:
     if "://" in path or path in ("last", "best", "hpc") or path.startswith("registry") or sharded:
         return
     if not place.is_file():
-        there = sorted(str(p) for p in (place if place.is_dir() else place.parent).glob("*.ckpt"))[:3]
-        beside = f"; {'in it' if place.is_dir() else 'beside it'} are {', '.join(there)}" if there else ""
-        raise ConfigError(f"--ckpt_path {path}: there is no such file{beside}")
+        raise ConfigError(f"--ckpt_path {path}: there is no such file")
     if not zipfile.is_zipfile(path):
-        raise ConfigError(f"--ckpt_path: {path} is truncated, or no file of torch.save; without it the run starts anew")
+        raise ConfigError(f"--ckpt_path: {path} is truncated, or no file of torch.save")
     try:
         check_archive(path)
     except FileError as error:
-        raise ConfigError(f"--ckpt_path: {error}; or take another; without it the run starts anew") from error
+        raise ConfigError(f"--ckpt_path: {error}, or take another") from error
     with zipfile.ZipFile(path) as archive:
         pickled = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
     if b"pytorch-lightning_version" not in pickled:
@@ -172,13 +159,3 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
         return SymmetryCLI(trainer_defaults={"callbacks": own})
     finally:
         sys.argv = before
-
-
-def was_cut(trainer: Trainer) -> bool:
-    """Whether ``max_time`` ended a fit that had not reached its last epoch or step."""
-    timers = [c for c in trainer.callbacks if isinstance(c, Timer)]  # type: ignore[attr-defined]
-    if not any((left := timer.time_remaining()) is not None and left <= 0 for timer in timers):
-        return False
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    reached = (epochs is not None and 0 <= epochs <= trainer.current_epoch) or 0 <= steps <= trainer.global_step
-    return not reached

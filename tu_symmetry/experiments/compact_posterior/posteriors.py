@@ -15,13 +15,13 @@ from torch.nn.functional import cross_entropy
 from tu_symmetry.alignment.activations import activation_matching
 from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import accuracy, logits, mean_probabilities, nll
+from tu_symmetry.evaluation import accuracy, logits, mean_probabilities
 from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.metrics.functional import predictive_agreement, predictive_total_variation
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.compact import prune as masked
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import evenly, sample_count, unstack
+from tu_symmetry.states import evenly, unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.tables.outcome import Outcome
@@ -60,6 +60,14 @@ class PosteriorStudy(Study):
         """The permutation that matches a network to another one by the activations on the training set."""
         return activation_matching(self.graph, self.model, reference, state, self.train).permutation
 
+    def predictive(self, states: dict[str, Tensor]) -> Tensor:
+        """Mean class probabilities of stacked networks on the test set."""
+        return mean_probabilities(self.model, states, self.test)
+
+    def accuracy_of(self, state: dict[str, Tensor]) -> float:
+        """The test accuracy of one network."""
+        return accuracy(logits(self.model, state, self.test), self.test.y)
+
 
 def compare(
     out: Path,
@@ -77,23 +85,18 @@ def compare(
     their predictive varies from set to set, and more draws would flatter it.
     """
     study = PosteriorStudy(model, data, device, seed)
-    hmc = study.samples(runs.hmc)
-    predictives = {
-        "hmc/sample": [mean_probabilities(study.model, hmc, study.test)],
-        "ensemble/sample": [mean_probabilities(study.model, study.samples(runs.ensemble), study.test)],
-    }
+    sampled = {"hmc": runs.hmc, "ensemble": runs.ensemble}
+    predictives = {f"{source}/sample": [study.predictive(study.samples(run))] for source, run in sampled.items()}
     mean_accuracy: dict[str, float] = {}
     for column in tracked("predicting", COLUMNS, str):
         q, generator = study.posterior(runs.posterior(column)), study.generator(column)
-        draws = (q.sample(num_samples, generator=generator) for _ in range(repeats))
-        predictives[column] = [mean_probabilities(study.model, states, study.test) for states in draws]
-        mean_accuracy[column] = accuracy(logits(study.model, q.mean, study.test), study.test.y)
+        predictives[column] = [study.predictive(q.sample(num_samples, generator=generator)) for _ in range(repeats)]
+        mean_accuracy[column] = study.accuracy_of(q.mean)
     (reference,) = predictives["hmc/sample"]
     figures: dict[str, Callable[[Tensor], float]] = {
         "agreement": lambda p: float(predictive_agreement(p, reference)),
         "tv": lambda p: float(predictive_total_variation(p, reference)),
         "accuracy": lambda p: accuracy(p, study.test.y),
-        "nll": lambda p: nll(p, study.test.y),
     }
     rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
     spread: dict[str, dict[str, float]] = {}
@@ -108,7 +111,7 @@ def compare(
         for title, source in (("HMC", "hmc"), ("ensemble", "ensemble"))
     )
     return Outcome(
-        {"rows": rows, "spread": spread, "draws": [repeats, num_samples], "reference_samples": sample_count(hmc)},
+        {"rows": rows, "spread": spread, "draws": [repeats, num_samples]},
         f"accuracy of q_d → q_r: {', '.join(gains)}",
     )
 
@@ -130,17 +133,12 @@ def prune(
     of the weights, those of lowest sigma.
     """
     study = PosteriorStudy(model, data, device, seed)
-    graph, model = study.graph, study.model
-
-    def accuracy_of(state: dict[str, Tensor]) -> float:
-        return accuracy(logits(model, state, study.test), study.test.y)
-
     columns = {"HMC": "hmc/q_r", "ensemble": "ensemble/q_r", "VI": "vi/q"}
     q = {name: study.posterior(runs.posterior(column)) for name, column in columns.items()}
     center = q["ensemble"].mean
     moves = {name: study.matched(center, other.mean) for name, other in q.items() if name != "ensemble"}
     members = list(unstack(study.samples(runs.ensemble)))
-    aligned = [apply_permutation(graph, study.matched(center, m), m) for m in members]
+    aligned = [apply_permutation(study.graph, study.matched(center, m), m) for m in members]
     generator = study.generator("control")
     order = {
         n: torch.rand(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device)
@@ -149,22 +147,20 @@ def prune(
     ascending = torch.cat([t.flatten() for t in order.values()]).sort().values
     draws = {name: one.sample(num_samples, generator=study.generator(name)) for name, one in q.items()}
     curves: dict[str, list[float]] = {}
-
-    def add(curve: str, value: float) -> None:
-        curves.setdefault(curve, []).append(value)
-
     for share in tracked("pruning", keep):
+        found: dict[str, float] = {}
         for name, posterior in q.items():
             mask = posterior.pruning_mask(share)
-            predictive = mean_probabilities(model, masked(draws[name], mask), study.test)
-            add(f"{name} samples, own σ", accuracy(predictive, study.test.y))
-            add(f"{name} mean, own σ", accuracy_of(masked(posterior.mean, mask)))
-        foreign = {f"{m}'s σ": permute_tensors(graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
+            found[f"{name} samples, own σ"] = accuracy(study.predictive(masked(draws[name], mask)), study.test.y)
+            found[f"{name} mean, own σ"] = study.accuracy_of(masked(posterior.mean, mask))
+        foreign = {f"{m}'s σ": permute_tensors(study.graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
         threshold = ascending[max(round(share * len(ascending)), 1) - 1]
         foreign["random order"] = {name: t <= threshold for name, t in order.items()}
         for label, mask in foreign.items():
-            add(f"ensemble mean, {label}", accuracy_of(masked(center, mask)))
-            add(f"single networks, {label}", fmean([accuracy_of(masked(m, mask)) for m in aligned]))
+            found[f"ensemble mean, {label}"] = study.accuracy_of(masked(center, mask))
+            found[f"single networks, {label}"] = fmean([study.accuracy_of(masked(m, mask)) for m in aligned])
+        for curve, value in found.items():
+            curves.setdefault(curve, []).append(value)
     half = min(range(len(keep)), key=lambda i: abs(keep[i] - 0.5))
     own, foreign_hmc = (curves[f"ensemble mean, {which}"][half] for which in ("own σ", "HMC's σ"))
     return Outcome(
@@ -180,14 +176,10 @@ def interpolate(
     runs: Runs,
     points: int = 21,
     pairs: int = 4,
-    seed: int = 0,
     device: str = "auto",
 ) -> Outcome:
-    """Training loss on the segments between the first network and others in turn, before and after matching.
-
-    Nothing is drawn: ``seed`` is there so that all commands of a table take one.
-    """
-    study = PosteriorStudy(model, data, device, seed)
+    """Training loss on the segments between the first network and others in turn, before and after matching."""
+    study = PosteriorStudy(model, data, device)
     found: dict[str, Any] = {}
     for source in tracked("interpolating", ("ensemble", "hmc"), str):
         first, *others = unstack(study.samples(getattr(runs, source), pairs + 1))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from statistics import fmean
 
-from tu_symmetry import plot
-from tu_symmetry.alignment.barrier import LossBarrier
+import numpy as np
+
 from tu_symmetry.experiments.compact_posterior.posteriors import Runs
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
@@ -36,6 +36,7 @@ PANELS = {
     "ensemble mean": "Mean of the ensemble's $q_r$",
     "single networks": "Single networks",
 }
+SOURCES = {"hmc": "HMC", "ensemble": "Ensemble"}
 
 
 def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, interpolation: Path) -> Outcome:
@@ -43,18 +44,14 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     page = Report(out, recipe)
     compared, pruned, paths = (Outcome.load(folder).results for folder in (comparison, pruning, interpolation))
     page.add(main_table(compared, page.table.paper, page.table.title), alignment_table(runs, paths), chain_table(runs))
-    page.figure(
-        "sigma", draw_sigmas, runs, title="Standard deviations before and after alignment", alt="sigma histograms"
-    )
-    page.figure(
-        "pruning",
-        draw_pruning,
-        pruned,
-        title="Accuracy against pruning level",
-        after="Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are "
-        "matched to the ensemble's mean first.",
+    kept = (
+        "Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are matched to "
+        "the ensemble's mean first."
     )
     shaded = f"Shaded: one standard deviation over {len(paths['ensemble/before']['loss'])} pairs."
+    title = "Standard deviations before and after alignment"
+    page.figure("sigma", draw_sigmas, runs, title=title, alt="sigma histograms")
+    page.figure("pruning", draw_pruning, pruned, title="Accuracy against pruning level", after=kept)
     page.figure("interpolation", draw_interpolation, paths, title="Loss along the interpolation", after=shaded)
     return page.done()
 
@@ -79,7 +76,7 @@ def main_table(found: Found, paper: Found, title: str) -> Grid:
 def alignment_table(runs: Runs, paths: Found) -> Grid:
     """Transpositions, standard deviations and barriers of each alignment."""
     rows = {}
-    for label, source in (("HMC", "hmc"), ("Ensemble", "ensemble")):
+    for source, label in SOURCES.items():
         q_d, q_r = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
         _, *moved = q_r.metadata["transpositions"]  # the first is the reference
         sigmas = [float(q.sigma().double().square().mean().sqrt()) for q in (q_d, q_r)]
@@ -115,16 +112,21 @@ def chain_table(runs: Runs) -> Grid:
 
 
 def draw_sigmas(path: Path, runs: Runs) -> None:
-    """Histograms of the standard deviations of q_d and q_r."""
-    sigmas = {
-        title: {
-            when: CompactPosterior.load(runs.posterior(f"{source}/{q}")).sigma().double().numpy()
-            for when, q in (("before", "q_d"), ("after", "q_r"))
-        }
-        for title, source in (("HMC", "hmc"), ("Ensemble", "ensemble"))
-    }
-    with plots.figure(path, len(sigmas)) as axes:
-        plot.sigma_histograms(sigmas, ax=axes)
+    """Histograms of the standard deviations of q_d (before alignment) and q_r (after)."""
+    with plots.figure(path, len(SOURCES)) as axes:
+        for ax, (source, title) in zip(axes, SOURCES.items(), strict=True):
+            posteriors = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
+            both = [q.sigma().double().numpy().reshape(-1) for q in posteriors]
+            top = max(float(np.quantile(sigmas, 0.998)) for sigmas in both)
+            bins = np.linspace(0, top or 1.0, 60).tolist()
+            for sigmas, name, color in zip(both, ("d$, before", "r$, after"), (plots.GRAY, plots.BLUE), strict=True):
+                median = float(np.median(sigmas))
+                label = rf"$\sigma_{name} (median {median:.2g})"
+                ax.hist(sigmas, bins=bins, color=color, alpha=0.55, label=label, density=True)
+                ax.axvline(median, color=color, linewidth=1, linestyle=(0, (3, 2)))
+            ax.set(title=title, xlabel="standard deviation of a weight", ylabel="density", xlim=(0, top or 1.0))
+            ax.set_ylim(0, ax.get_ylim()[1] * 1.25)
+            ax.legend(loc="upper right")
 
 
 def draw_interpolation(path: Path, found: Found) -> None:
@@ -132,12 +134,8 @@ def draw_interpolation(path: Path, found: Found) -> None:
     titles = {"ensemble": "Ensemble members", "hmc": "HMC samples"}
     with plots.figure(path, len(titles)) as axes:
         for ax, (source, title) in zip(axes, titles.items(), strict=True):
-            lines = {}
-            for when in ("before", "after"):
-                own = found[f"{source}/{when}"]
-                pairs = zip(own["barrier"], own["loss"], strict=True)
-                lines[f"{when} alignment"] = [LossBarrier(b, found["ratios"], losses) for b, losses in pairs]
-            plot.interpolation(lines, ylabel="training loss (nats)", title=title, ax=ax)
+            lines = {f"{when} alignment": found[f"{source}/{when}"] for when in ("before", "after")}
+            plots.interpolation(ax, found["ratios"], lines, ylabel="training loss (nats)", title=title)
 
 
 def draw_pruning(path: Path, found: Found) -> None:

@@ -18,7 +18,7 @@ from tu_symmetry.alignment.barrier import interpolate, loss_barrier
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.study import Study, tracked
-from tu_symmetry.files import FileError, new_folder, remove_folder
+from tu_symmetry.files import FileError, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
@@ -47,9 +47,6 @@ def make_pairs(
         counts: how many different numbers of transpositions, evenly spaced from 1 to width - 1.
         runs: independent initializations.
     """
-    folder = out / "initial"
-    if (out / RESULTS).exists() and folder.is_dir() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty: move it away, or give another folder")
     study = Study(model, data, device, seed)
     graph = study.graph
     if len(graph.permutations) != 1:
@@ -57,16 +54,16 @@ def make_pairs(
     (group,) = graph.permutations
     wanted = torch.linspace(1, group.size - 1, counts, dtype=torch.float64, device="cpu").round().long().tolist()
     generator = study.generator("permutations")
-    out.mkdir(parents=True, exist_ok=True)
-    with new_folder(folder) as made:
-        store = SampleStore.create(made, architecture=type(model).__name__, method="permuted_copies", seed=seed)
-        for run in range(runs):
-            start = initialized(model, derived_seed(seed, 1, run)).state_dict()
-            permutations = [{group.name: permutation_with_count(group.size, count, generator)} for count in wanted]
-            copies = [start, *(apply_permutation(graph, p, start) for p in permutations)]
-            stack = {name: torch.stack([c[name] for c in copies]).cpu() for name in start}
-            store.append(stack, chain=run, step=range(len(copies)))
-        remove_folder(folder)
+    if not (out / RESULTS).exists():  # what a killed call has left
+        remove_folder(out / "initial")
+    architecture = type(model).__name__
+    store = SampleStore.create(out / "initial", architecture=architecture, method="permuted_copies", seed=seed)
+    for run in range(runs):
+        start = initialized(model, derived_seed(seed, 1, run)).state_dict()
+        permutations = [{group.name: permutation_with_count(group.size, count, generator)} for count in wanted]
+        copies = [start, *(apply_permutation(graph, p, start) for p in permutations)]
+        stack = {name: torch.stack([c[name] for c in copies]).cpu() for name in start}
+        store.append(stack, chain=run, step=range(len(copies)))
     return Outcome(
         {"initial": wanted, "runs": runs, "networks": len(store)}, f"{runs} initializations, {len(store)} networks"
     )

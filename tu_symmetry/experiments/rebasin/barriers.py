@@ -25,7 +25,7 @@ from tu_symmetry.experiments.rebasin.matching import Members, read_permutations
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import FileError
 from tu_symmetry.states import State, mean_state
-from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
+from tu_symmetry.tables.outcome import Outcome
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 Scores = dict[str, float]
@@ -42,7 +42,7 @@ def measure(
     held_out: int = 500,
     device: str = "auto",
 ) -> Outcome:
-    """Barriers of all pairs, and the mean network, for each matching and each correction; every path is kept at once.
+    """Barriers of all pairs, and the mean network, for each matching and each correction.
 
     Args:
         data: losses are of its test set, statistics of its training set.
@@ -57,88 +57,52 @@ def measure(
     found = Outcome.load(matching).results
     if found["networks"] != members.networks:
         raise FileError(f"{matching} holds a matching of other networks than those in {samples}: match these first")
-    judge = Judge(members, points, statistics, held_out)
+    count = len(members.test.x) - held_out
+    if not 0 < count < len(members.test.x):
+        raise ValueError(f"held_out is {held_out}, which leaves none of the test images to measure, or none to tune on")
+    images = members.first_images(statistics)
+    test, tuning = (Batches(members.test.x[rows], members.test.y[rows]) for rows in (slice(count), slice(count, None)))
+    ratios = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
+
+    def scores(state: State) -> Scores:
+        return asdict(classifier_scores(members.model, state, test, calibration=tuning))
+
+    def merged(ends: Sequence[State], shares: Sequence[float], state: State) -> dict[str, Scores]:
+        """Scores of a merged network after each correction, which are two where REPAIR only re-estimates statistics."""
+        states = {c: correct(members.model, ends, shares, state, images, c) for c in CORRECTIONS}
+        corrected = {c: scores(states[c]) for c in ("none", "batchnorm")}
+        same = all(torch.equal(states["repair"][name], t) for name, t in states["batchnorm"].items())
+        return corrected | {"repair": corrected["batchnorm"] if same else scores(states["repair"])}
+
     permutations = read_permutations(matching)
-    made_from = {
-        "networks": members.networks,
-        "permutations": {m: [digest_tensors(*(p[g] for g in sorted(p))) for p in ps] for m, ps in permutations.items()},
-        "images": digest_tensors(members.test.x, members.test.y, judge.statistics.x),
-        "options": [points, held_out],
-    }
-    parts = Parts(out / "parts", made_from)
+    singles = [scores(state) for state in members.states]
     methods: dict[str, Any] = {}
-    ends = [parts.take(f"network/{k}", judge.scores, state) for k, state in enumerate(members.states)]
     for method in tracked("measuring", list(found["methods"]), str):
         states = members.matched(permutations[method])
-        inner = [parts.take(f"{method}/{i}-{j}", judge.between, states[i], states[j]) for i, j in members.pairs]
-        paths = {
-            correction: [
-                path_scores([ends[i], *part[correction], ends[j]])
-                for (i, j), part in zip(members.pairs, inner, strict=True)
-            ]
-            for correction in CORRECTIONS
-        }
-        methods[method] = {"paths": paths, "mean": parts.take(f"{method}/mean", judge.mean, states)}
+        paths: dict[str, list[Any]] = {correction: [] for correction in CORRECTIONS}
+        for i, j in members.pairs:
+            a, b = states[i], states[j]
+            inner = [merged([a, b], [1 - ratio, ratio], interpolate(a, b, ratio)) for ratio in ratios[1:-1]]
+            for correction, own in paths.items():
+                own.append(path_scores([singles[i], *(point[correction] for point in inner), singles[j]]))
+        mean = merged(states, [1 / len(states)] * len(states), mean_state(states))
+        methods[method] = {"paths": paths, "mean": mean}
 
     def mean_barrier(method: str, correction: str) -> str:
         return f"{fmean(path['barrier'] for path in methods[method]['paths'][correction]):.2f}"
 
     shown = (f"{name} {mean_barrier(name, 'none')} → {mean_barrier(name, 'batchnorm')}" for name in methods)
     return Outcome(
-        {"members": ends, "pairs": members.pairs, "ratios": judge.ratios, "methods": methods, "matching": found},
+        {"members": singles, "pairs": members.pairs, "ratios": ratios, "methods": methods, "matching": found},
         f"barrier, no correction → statistics re-estimated: {', '.join(shown)}",
     )
 
 
-class Judge:
-    """Scores networks on test images, merged ones corrected in each way on training images; options as `measure`'s."""
-
-    def __init__(self, members: Members, points: int, statistics: int, held_out: int) -> None:
-        test, measured = members.test, len(members.test.x) - held_out
-        if not 0 < measured < len(test.x):
-            raise ValueError(
-                f"held_out is {held_out}, which leaves none of the {len(test.x)} test images to measure, or none to "
-                "tune on"
-            )
-        self.model = members.model
-        self.statistics = members.first_images(statistics)
-        self.test = Batches(test.x[:measured], test.y[:measured])
-        self.held_out = Batches(test.x[measured:], test.y[measured:])
-        self.ratios: list[float] = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
-
-    def scores(self, state: State) -> Scores:
-        """Loss (nats), accuracy, tuned temperature, and the loss at that temperature."""
-        return asdict(classifier_scores(self.model, state, self.test, calibration=self.held_out))
-
-    def between(self, a: State, b: State) -> dict[str, list[Scores]]:
-        """Scores at the inner points of the path between two networks, for each correction."""
-        points = [self.merged([a, b], [1 - ratio, ratio], interpolate(a, b, ratio)) for ratio in self.ratios[1:-1]]
-        return {correction: [point[correction] for point in points] for correction in CORRECTIONS}
-
-    def mean(self, states: Sequence[State]) -> dict[str, Scores]:
-        """Scores of the mean of all networks, for each correction."""
-        return self.merged(states, [1 / len(states)] * len(states), mean_state(states))
-
-    def merged(self, ends: Sequence[State], ratios: Sequence[float], state: State) -> dict[str, Scores]:
-        """Scores of a merged network after each correction.
-
-        Where every hidden layer feeds a BatchNorm layer, REPAIR has nothing to do but to re-estimate statistics, and
-        the network is scored once for both.
-        """
-        states = {c: correct(self.model, ends, ratios, state, self.statistics, c) for c in CORRECTIONS}
-        found = {c: self.scores(states[c]) for c in ("none", "batchnorm")}
-        same = all(torch.equal(states["repair"][name], t) for name, t in states["batchnorm"].items())
-        return found | {"repair": found["batchnorm"] if same else self.scores(states["repair"])}
-
-
 def path_scores(points: Sequence[Scores]) -> dict[str, Any]:
-    """Scores along one path, its barriers (nats), and the accuracy in the middle; a loss of None is infinite."""
+    """Scores along one path, its barriers (nats), and the accuracy in the middle; a loss of NaN counts as infinite."""
     columns = {name: [point[name] for point in points] for name in points[0]}
-    losses = torch.tensor(
-        [[math.inf if loss is None else loss for loss in columns[name]] for name in ("loss", "tempered_loss")],
-        dtype=torch.float64,
-        device="cpu",
-    )
+    losses = torch.tensor([columns["loss"], columns["tempered_loss"]], dtype=torch.float64, device="cpu")
+    losses = losses.nan_to_num(math.inf, math.inf)
     if not losses[:, [0, -1]].isfinite().all():
         raise ValueError(f"the losses of two networks are {losses[0, 0]} and {losses[0, -1]}: train them again")
     barrier, tempered = chord_excess(losses).tolist()

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,7 +23,7 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert, transposition_count
-from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
+from tu_symmetry.tables.outcome import Outcome, digest_tensors
 
 Method = Literal["weights", "activations", "straight_through", "universe"]
 PERMUTATIONS = "permutations.safetensors"
@@ -70,7 +69,7 @@ def match(
     """Match the networks by each method: their permutations, transpositions, and the distances between all pairs.
 
     Args:
-        out: gets ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices; what is found is kept at once.
+        out: gets ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices.
         methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
             ``universe`` matches all of them at once.
         images: training images, the first ones, for activation and straight-through matching.
@@ -78,41 +77,33 @@ def match(
     members = Members(model, data, samples, device)
     graph, states = members.graph, members.states
     batches = members.first_images(images, batch_size)
-    made_from = {
-        "networks": members.networks,
-        "images": digest_tensors(batches.x, batches.y),
-        "options": [similarity, batch_size, epochs, learning_rate],
-    }
-    parts = Parts(out / "parts", made_from)
 
-    def aligned(method: Method) -> dict[str, Any]:
+    def permutations_of(method: Method) -> Sequence[Permutation]:
+        if method == "straight_through":
+            options: dict[str, Any] = {"epochs": epochs, "learning_rate": learning_rate}
+            found = [
+                straight_through_matching(graph, model, states[0], state, batches, cross_entropy, **options)
+                for state in states[1:]
+            ]
+            return [identity_permutation(graph), *(one.permutation for one in found)]
         if method == "activations":
             how: dict[str, Any] = {"match_on": method, "model": model, "dataloader": batches, "similarity": similarity}
-            return {"found": align(graph, states, reference="first", **how).permutations}
-        return {"found": align(graph, states, reference="universe" if method == "universe" else "first").permutations}
+            return align(graph, states, reference="first", **how).permutations
+        return align(graph, states, reference="universe" if method == "universe" else "first").permutations
 
-    def straight_through(k: int) -> Permutation:
-        return straight_through_matching(
-            graph, model, states[0], states[k], batches, cross_entropy, epochs=epochs, learning_rate=learning_rate
-        ).permutation
-
-    permutations: dict[str, list[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
-    for method in tracked("matching", methods, str):
-        if method == "straight_through":  # which takes long for each network
-            found = [identity_permutation(graph)]
-            found += [parts.take(f"{method}/{k}", straight_through, k) for k in range(1, len(states))]
-        else:
-            found = parts.take(method, aligned, method)["found"]
-        permutations[method] = [{name: torch.as_tensor(q, device="cpu") for name, q in p.items()} for p in found]
+    found: dict[str, Sequence[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
+    found |= {method: permutations_of(method) for method in tracked("matching", methods, str)}
     results: dict[str, dict[str, Any]] = {}
     tensors: dict[str, Tensor] = {}
-    for name, own in permutations.items():
+    for name, given in found.items():
+        own = [{group: indices.cpu() for group, indices in p.items()} for p in given]
         moved = members.matched(own)
         results[name] = {
             "transpositions": [transposition_count(compose(invert(own[0]), p)) for p in own],
             "distances": [weight_distance(graph, moved[i], moved[j]) for i, j in members.pairs],
         }
         tensors |= {f"{name}/{k}/{group}": indices for k, p in enumerate(own) for group, indices in p.items()}
+    out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / PERMUTATIONS, tensors)
     mean = (f"{name} {fmean(own['distances']):.2f}" for name, own in results.items())
     return Outcome(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +35,8 @@ from tu_symmetry.metrics.functional.discrepancy import weight_vectors
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.published import CHECKPOINTS, collect_checkpoints
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.progress import Display
-from tu_symmetry.states import evenly, layout_of, require_same, sample_count
+from tu_symmetry.reporting.progress import show_progress
+from tu_symmetry.states import evenly, sample_count
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
@@ -45,6 +45,7 @@ ONE, MULTI = "one mode", "several modes"
 _NETWORKS = 50  # on the device at a time
 _BINS = 15  # of calibration errors, as in TorchUncertainty's routine
 _LEVELS = torch.linspace(0.005, 0.995, 100, device="cpu")  # of quantiles of the marginals
+States = Mapping[str, Tensor]
 
 
 def collect(out: Path, folder: str, source: str = CHECKPOINTS, *, start: int = 0, count: int | None = None) -> Outcome:
@@ -54,15 +55,9 @@ def collect(out: Path, folder: str, source: str = CHECKPOINTS, *, start: int = 0
         folder: folder of the data set, see :func:`~tu_symmetry.posterior.published.list_checkpoints`.
         source: the data set, or a local copy of it.
     """
-    with Display().track("checkpoints", count or 1) as tracker:
-        store = collect_checkpoints(
-            out / "samples",
-            source,
-            folder=folder,
-            start=start,
-            count=count,
-            progress=lambda p: tracker.update(int(p["done"]), file=p["file"]),
-        )
+    with show_progress("checkpoints") as progress:
+        options: dict[str, Any] = {"folder": folder, "start": start, "count": count, "progress": progress}
+        store = collect_checkpoints(out / "samples", source, **options)
     return Outcome({"networks": len(store), "source": source, "folder": folder}, f"{len(store)} networks of {folder}")
 
 
@@ -135,7 +130,7 @@ def evaluate(
         entry = quality(graph, states, forms, compared, runs, resamples, zlib.crc32(f"{seed}/{row}".encode()), on)
         probs = _probabilities(model, states, test[0], on).cpu()
         outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
-        entry |= {k: list(v) for k, v in scores(probs, test[1], outside, resamples=resamples, seed=seed).items()}
+        entry |= scores(probs, test[1], outside, resamples=resamples, seed=seed)
         if trusted is not None:
             entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
             entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
@@ -153,8 +148,7 @@ def evaluate(
         "homogeneity": marginals,
         "diversity": diversity,
         "pairs": pairs,
-        "marginals": {"layer": _layer(graph), "levels": _LEVELS.tolist(), "sets": shown},
-        "groups": {g.name: g.size for g in graph.permutations},
+        "marginals": {"levels": _LEVELS.tolist(), "sets": shown},
     }
     least = min(found, key=lambda row: found[row][0]["ns"]["value"])
     return Outcome(result, f"{len(found)} rows; least NS: {least}")
@@ -162,9 +156,9 @@ def evaluate(
 
 def quality(
     graph: SymmetryGraph,
-    states: Mapping[str, Tensor],
+    states: States,
     forms: Mapping[str, Removal | None],
-    references: Mapping[str, Mapping[str, Tensor]],
+    references: Mapping[str, States],
     runs: Tensor | None,
     resamples: int,
     seed: int,
@@ -175,26 +169,20 @@ def quality(
     for name, form in forms.items():
         own = _vectors(graph, states, form, device)
         there = {n: t.to(device) for n, t in own.items()}
+        removed = "nothing" if form is None else form.name
+        options: dict[str, Any] = {"removed": removed, "bootstraps": resamples, "groups": (runs, None)}
         for suffix, sizes in (("", "given"), ("_equal", "equal")):
-            test = vectors_test(
-                there,
-                references[name],
-                removed="nothing" if form is None else form.name,
-                sizes=sizes,
-                bootstraps=resamples,
-                groups=(runs, None),
-                generator=torch.Generator().manual_seed(seed),
-            )
+            generator = torch.Generator().manual_seed(seed)
+            test = vectors_test(there, references[name], sizes=sizes, generator=generator, **options)
             found[f"{name}{suffix}"] = asdict(test)
         if name == "ns_aligned":
             pair = [torch.cat(list(v.values()), dim=1) for v in (own, references[name])]
             generator = torch.Generator().manual_seed(seed)
-            what = form.name if form else ""
-            found["quotient"] = asdict(vector_distances(*pair, removed=what, generator=generator, device=device))
+            found["quotient"] = asdict(vector_distances(*pair, removed=removed, generator=generator, device=device))
     return found
 
 
-def homogeneity(graph: SymmetryGraph, states: Mapping[str, Tensor], seed: int) -> dict[str, Any]:
+def homogeneity(graph: SymmetryGraph, states: States, seed: int) -> dict[str, Any]:
     """P-value of the corollary, and where each layer's largest weight is."""
     metric = MarginalHomogeneity(graph, num_resamples=499, seed=seed)
     metric.update(states)
@@ -206,16 +194,8 @@ def homogeneity(graph: SymmetryGraph, states: Mapping[str, Tensor], seed: int) -
     return {"p_value": float(metric.compute()), "largest": largest}
 
 
-class Interval(NamedTuple):
-    """The value of all points, with its percentile interval."""
-
-    value: float
-    low: float
-    high: float
-
-
 @torch.no_grad()
-def member_probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, batch_size: int = 1000) -> Tensor:
+def member_probabilities(model: nn.Module, states: States, x: Tensor, batch_size: int = 1000) -> Tensor:
     """Class probabilities ``(S, B, C)`` of every network of a stack, on its device, where the model has to be."""
     model.eval()
     device = next(iter(states.values())).device
@@ -236,9 +216,9 @@ def mutual_information(probs: Tensor) -> Tensor:
 
 
 def scores(
-    probs: Tensor, targets: Tensor, ood: Mapping[str, Tensor], *, resamples: int = 100, seed: int = 0
-) -> dict[str, Interval]:
-    """All columns of the table that are of predictions, with 95 % intervals by a bootstrap over the points.
+    probs: Tensor, targets: Tensor, ood: States, *, resamples: int = 100, seed: int = 0
+) -> dict[str, tuple[float, float, float]]:
+    """All columns that are of predictions: value, and both ends of its 95 % interval by a bootstrap over the points.
 
     OOD scores are one minus the largest class probability, as in TorchUncertainty's routine. Where there are several
     OOD sets, AUPR, FPR95 and OOD MI are means over them. All but mutual information (nats) are shares in [0, 1], the
@@ -254,14 +234,9 @@ def scores(
     outside = {name: mutual_information(p) for name, p in ood.items()}
     options: dict[str, Any] = {"task": "multiclass", "num_classes": mean.shape[-1], "num_bins": _BINS}
 
-    def of(rows: Tensor, others: Mapping[str, Tensor]) -> dict[str, float]:
+    def chosen(draw: Callable[[int], Tensor]) -> dict[str, float]:
+        rows, others = draw(len(targets)), {name: draw(len(q)) for name, q in means.items()}
         p, y = mean[rows], targets[rows]
-        found = {
-            "accuracy": accuracy(p, y),
-            "ece": _once(CalibrationError(**options), p, y),
-            "ace": _once(CalibrationError(adaptive=True, **options), p, y),
-            "brier": _once(BrierScore(num_classes=p.shape[-1]), p, y),
-        }
         aupr, fpr, information = [], [], []
         for name, q in means.items():
             score = torch.cat([1 - p.amax(-1), 1 - q[others[name]].amax(-1)])
@@ -269,11 +244,16 @@ def scores(
             aupr.append(float(binary_average_precision(score, is_ood)))
             fpr.append(_once(FPR95(pos_label=1), score, is_ood))
             information.append(float(outside[name][others[name]].mean()))
-        found |= {"aupr": fmean(aupr), "fpr95": fmean(fpr)}
-        return found | {"id_mi": float(inside[rows].mean()), "ood_mi": fmean(information)}
-
-    def chosen(draw: Callable[[int], Tensor]) -> dict[str, float]:
-        return of(draw(len(targets)), {name: draw(len(q)) for name, q in means.items()})
+        return {
+            "accuracy": accuracy(p, y),
+            "ece": _once(CalibrationError(**options), p, y),
+            "ace": _once(CalibrationError(adaptive=True, **options), p, y),
+            "brier": _once(BrierScore(num_classes=p.shape[-1]), p, y),
+            "aupr": fmean(aupr),
+            "fpr95": fmean(fpr),
+            "id_mi": float(inside[rows].mean()),
+            "ood_mi": fmean(information),
+        }
 
     generator = torch.Generator().manual_seed(seed)
     whole = chosen(lambda count: torch.arange(count, device="cpu"))
@@ -286,7 +266,7 @@ def scores(
     for name, value in whole.items():
         column = torch.tensor([r[name] for r in replicates], dtype=torch.float64, device="cpu")
         low, high = torch.quantile(column, ends).tolist() if replicates else (math.nan, math.nan)
-        made[name] = Interval(value, low, high)
+        made[name] = (value, low, high)
     return made
 
 
@@ -295,9 +275,7 @@ def _once(metric: Any, p: Tensor, y: Tensor) -> float:
     return float(metric.compute())
 
 
-def _networks(
-    folders: Sequence[Path], wanted: int | None, like: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
+def _networks(folders: Sequence[Path], wanted: int | None, like: States) -> tuple[dict[str, Tensor], Tensor]:
     """Networks of the runs' stores in equal shares, evenly spaced in each, and the number of the run of each."""
     stacks, numbers = [], []
     for k, folder in enumerate(folders):
@@ -310,37 +288,28 @@ def _networks(
         stack = store.stack(evenly(len(store), count))
         stacks.append({n: t.float() if t.is_floating_point() else t for n, t in stack.items()})
         numbers += [k] * count
-    for stack, folder in zip(stacks[1:], folders[1:], strict=True):
-        require_same(layout_of(stack, stacked=True), layout_of(stacks[0], stacked=True), str(folder), str(folders[0]))
-    whole = {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}
-    what = ", ".join(map(str, folders[:3]))
-    if sample_count(whole) < 2:
-        raise ValueError(f"{what} holds {sample_count(whole)} network; a posterior needs at least two")
-    bad = [n for n, t in whole.items() if t.is_floating_point() and not torch.isfinite(t).all()]
-    if bad:
-        raise ValueError(f"{what} holds NaN or infinite values in {bad[0]!r}: a member has diverged, train it again")
-    return whole, torch.tensor(numbers, device="cpu")
+    if len(numbers) < 2:
+        raise ValueError(f"{folders[0]} holds {len(numbers)} network; a posterior needs at least two")
+    return {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}, torch.tensor(numbers, device="cpu")
 
 
-def _parts(states: Mapping[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
+def _parts(states: States, device: torch.device) -> Iterator[dict[str, Tensor]]:
     for start in range(0, sample_count(states), _NETWORKS):
         yield {n: t[start : start + _NETWORKS].to(device) for n, t in states.items()}
 
 
-def _vectors(
-    graph: SymmetryGraph, states: Mapping[str, Tensor], form: Removal | None, device: torch.device
-) -> dict[str, Tensor]:
+def _vectors(graph: SymmetryGraph, states: States, form: Removal | None, device: torch.device) -> dict[str, Tensor]:
     """Vectors in main memory, of forms that are computed on the device."""
     if form is None:
         return weight_vectors({n: states[n] for n in graph.shapes if n not in graph.buffers})
-    parts = [
-        {name: t.cpu() for name, t in weight_vectors(part, graph=graph, removed=form).items()}
-        for part in _parts(states, device)
-    ]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    made: dict[str, list[Tensor]] = {}
+    for part in _parts(states, device):
+        for name, vectors in weight_vectors(part, graph=graph, removed=form).items():
+            made.setdefault(name, []).append(vectors.cpu())
+    return {name: torch.cat(vectors) for name, vectors in made.items()}
 
 
-def _probabilities(model: nn.Module, states: Mapping[str, Tensor], x: Tensor, device: torch.device) -> Tensor:
+def _probabilities(model: nn.Module, states: States, x: Tensor, device: torch.device) -> Tensor:
     return torch.cat([member_probabilities(model, part, x) for part in _parts(states, device)])
 
 
@@ -359,18 +328,20 @@ def _test_set(data: LightningDataModule, number: int) -> tuple[Tensor, Tensor]:
 def _trusted(path: Path, points: int) -> Tensor:
     """Probabilities of the first test points."""
     with np.load(path) as content:
-        probs = torch.from_numpy(content["probs"]) if "probs" in content else None
-    if probs is None or probs.ndim != 2 or len(probs) < points:
-        seen = "no probs" if probs is None else f"probs of shape {tuple(probs.shape)}"
-        raise ValueError(f"{path} holds {seen}; expected probs (points, classes) of at least {points} test points")
+        probs = torch.from_numpy(content["probs"]) if "probs" in content else torch.empty(0)
+    if probs.ndim != 2 or len(probs) < points:
+        raise ValueError(
+            f"{path} holds probs of shape {tuple(probs.shape)}; expected (points, classes) of {points} test points or "
+            "more"
+        )
     return probs[:points].double()
 
 
 def _diversity(
     model: nn.Module,
-    references: Mapping[str, Tensor],
+    references: States,
     test: Tensor,
-    others: Mapping[str, Tensor],
+    others: States,
     networks: int,
     resamples: int,
     seed: int,
@@ -378,34 +349,24 @@ def _diversity(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Pairwise mutual information of reference networks, in and (each set by itself) out of distribution."""
     chosen = {n: t[:networks] for n, t in references.items()}
-    members = sample_count(chosen)
     inside = _probabilities(model, chosen, test, device)
+    upper = torch.triu_indices(len(inside), len(inside), 1, device="cpu")
+    i, j = upper[:, :: max(1, upper.shape[1] // 2000)]  # enough for a figure
     found, pairs = {}, {}
-    upper = torch.triu_indices(members, members, 1, device="cpu")
     for name, x in others.items():
         outside = _probabilities(model, chosen, x, device)
         generator = torch.Generator().manual_seed(seed)
         a, b = (pairwise_mutual_information(probs).double().cpu() for probs in (inside, outside))
         found[name] = asdict(diversity_summary(a, b, bootstraps=resamples, generator=generator))
-        step = max(1, upper.shape[1] // 2000)  # enough for a figure
-        shown = upper[:, ::step]
-        pairs[name] = [a[shown[0], shown[1]].tolist(), b[shown[0], shown[1]].tolist()]
+        pairs[name] = [a[i, j].tolist(), b[i, j].tolist()]
     return found, pairs
 
 
-def _layer(graph: SymmetryGraph) -> str:
-    """The tensor whose weights the marginals are of."""
-    return next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
-
-
-def _marginal(graph: SymmetryGraph, states: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-    """Quantiles of the marginals of one layer's weights, before and after removal, pooled and of its first unit."""
-    layer = _layer(graph)
+def _marginal(graph: SymmetryGraph, states: States, device: torch.device) -> dict[str, list[float]]:
+    """Quantiles of the marginals of the first layer's weights, before and after removal."""
+    layer = next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
     parts = [removal("paper").apply(graph, part)[layer].cpu() for part in _parts(states, device)]
     return {
-        when: {
-            "all": torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist(),
-            "first unit": torch.quantile(t[:, 0].flatten().float(), _LEVELS).tolist(),
-        }
+        when: torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist()
         for when, t in {"before": states[layer], "after": torch.cat(parts)}.items()
     }

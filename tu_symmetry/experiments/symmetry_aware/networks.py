@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,31 +14,24 @@ class SmallLeNet(nn.Module):
     """Two strided convolutions and two linear layers with ReLU, dropout before each layer that reads a hidden one.
 
     A LeNet without pooling: 1,738 parameters with the default widths. Dropout drops whole channels, so that networks
-    with and without it have the same weights, and the same symmetries. ``side``: height and width of the images.
+    with and without it have the same weights, and the same symmetries.
     """
 
     def __init__(
-        self,
-        num_classes: int = 10,
-        channels: Sequence[int] = (4, 8),
-        hidden: int = 16,
-        dropout: float = 0.0,
-        in_channels: int = 1,
-        side: int = 28,
+        self, num_classes: int = 10, channels: Sequence[int] = (4, 8), hidden: int = 16, dropout: float = 0.0
     ) -> None:
         super().__init__()
         first, second = channels
-        self.conv1 = nn.Conv2d(in_channels, first, 5, stride=3)
+        self.conv1 = nn.Conv2d(1, first, 5, stride=3)
         self.drop1 = nn.Dropout2d(dropout)
         self.conv2 = nn.Conv2d(first, second, 3, stride=2)
         self.drop2 = nn.Dropout2d(dropout)
-        left = math.floor((math.floor((side - 5) / 3) + 1 - 3) / 2) + 1
-        self.hidden = nn.Linear(second * left**2, hidden)
+        self.hidden = nn.Linear(second * 9, hidden)
         self.drop3 = nn.Dropout(dropout)
         self.output = nn.Linear(hidden, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, side, side]``."""
+        """Logits ``[batch, num_classes]`` of images ``[batch, 1, 28, 28]``."""
         x = self.drop1(self.conv1(x).relu())
         x = self.drop2(self.conv2(x).relu())
         return self.output(self.drop3(self.hidden(x.flatten(1)).relu()))
@@ -73,11 +66,8 @@ def residual_network(
         for name, layer in list(parent.named_children()):
             new: nn.Module
             if isinstance(layer, nn.Conv2d):
-                bias = layer.bias is not None
-                new = BayesConv2d(
-                    layer.in_channels, layer.out_channels, layer.kernel_size, stride=layer.stride,
-                    padding=layer.padding, dilation=layer.dilation, groups=layer.groups, bias=bias,
-                )  # fmt: skip
+                sizes: Any = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
+                new = BayesConv2d(*sizes, layer.dilation, groups=layer.groups, bias=layer.bias is not None)
             elif isinstance(layer, nn.Linear):
                 new = BayesLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
             else:
