@@ -21,6 +21,8 @@ from tu_symmetry.files import read_json
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.deep_image_prior import Reconstructions
 
+pytestmark = pytest.mark.usefixtures("cuda")
+
 
 class Digits(LightningDataModule):
     """Random images, and others that are out of distribution."""

@@ -12,7 +12,7 @@ from recipe_runs import run_files, typed_commands
 
 from tu_symmetry.tables.commands import gpu_peaks
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cuda")]
 FAST = (
     "compact_posterior/digits",
     "compact_posterior/transpositions",

@@ -26,10 +26,8 @@ from torch.utils._pytree import tree_leaves
 
 import tu_symmetry as tus
 
-# Not missed: a bag's units lie along the second axis of its table, and its rows are looked up. Pinned though right: a
-# layer of which only the weight is read (its bias could meet what it meets elsewhere), and codes whose distances are
-# written out (that no two of them are equal is not proven there; by `cdist` it is).
-OVER_PINNED = frozenset({"Bags", "PlusIdentity", "CodebookHidden"})
+# Pinned though right: that no two distances to codes are equal is not proven where they are written out.
+OVER_PINNED = frozenset({"CodebookHidden"})
 WRONG, REFUSED, CRASHED, FINE = "wrong and passing", "refused", "crashed", "fine"
 
 
