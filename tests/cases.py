@@ -289,27 +289,6 @@ def transformer_grouped_query() -> nn.Module:
     return Transformer(Attention(12, 4, kv=2))
 
 
-# rotary embeddings pin the query-key units inside a head; heads and value units stay free
-@case((2, 4, 5), permutations=[12, 10, 3, (3, 4)], scales=54, normalizations=1)
-def transformer_rotary() -> nn.Module:
-    return Transformer(Attention(12, 3, rotary=True))
-
-
-class _SelfAttention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(width, heads, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mha(x, x, x, need_weights=False)[0]
-        return out
-
-
-@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
-def transformer_multihead() -> nn.Module:
-    return Transformer(_SelfAttention(12, 3))
-
-
 @case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1,
         parts=lambda: dict(embed=nn.Linear(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True),
             head=nn.Linear(8, 3)))  # fmt: skip
@@ -475,28 +454,6 @@ def UnknownOperator(self: Any, x: Tensor) -> Tensor:
     return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
 
 
-@case((3, 5), permutations=[2, 2], scales=4)
-class ConstantMask(nn.Module):
-    """A fixed mask tells the first two hidden units from the last two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 2)
-        self.mask = torch.tensor([1.0, 1.0, 0.5, 0.5])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.relu(self.a(x)) * self.mask)
-
-
-@case((3, 5), permutations=[6, 3, 3], scales=9,
-        parts=lambda: dict(a=nn.Linear(5, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 2)))  # fmt: skip
-def WrittenInPlace(self: Any, x: Tensor) -> Tensor:
-    """Hidden units are cut by a slice, and a buffer is filled through views."""
-    hidden = F.relu(self.a(x)).add_(0.0)
-    low, high = self.b(hidden).chunk(2, 1)
-    return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
-
-
 def turned(z: Tensor) -> Tensor:
     return torch.stack([-z[..., 1::2], z[..., ::2]], -1).reshape(z.shape)
 
@@ -588,62 +545,28 @@ def GlobalFilter(self: Any, x: Tensor) -> Tensor:
     return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
 
 
-class EinsumAttention(nn.Module):
-    """Heads in axes of the weights themselves; ``order`` is how a weight lays out heads (h) and their units (d)."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        sizes = {"h": 4, "d": 3}
-        shape = [sizes[x] for x in order]
-        self.order, self.embed, self.head = order, nn.Linear(5, 6), nn.Linear(6, 2)
-        self.q, self.k, self.v = (nn.Parameter(torch.randn(6, *shape)) for _ in range(3))
-        self.bias, self.out = nn.Parameter(torch.randn(*shape)), nn.Parameter(torch.randn(*shape, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        o, x = self.order, self.embed(x)
-        q, k, v = (torch.einsum(f"bti,i{o}->bt{o}", x, w) for w in (self.q, self.k, self.v))
-        scores = torch.einsum(f"bt{o},bs{o}->bhts", q + self.bias, k)
-        mixed = torch.einsum(f"bhts,bs{o}->bt{o}", scores.softmax(-1), v)
-        return self.head(torch.einsum(f"bt{o},{o}u->btu", mixed, self.out))
+@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36,
+        parts=lambda: dict(embed=nn.Linear(5, 6), head=nn.Linear(6, 2), bias=nn.Parameter(torch.randn(3, 4)),
+            q=nn.Parameter(torch.randn(6, 3, 4)), k=nn.Parameter(torch.randn(6, 3, 4)),
+            v=nn.Parameter(torch.randn(6, 3, 4)), out=nn.Parameter(torch.randn(3, 4, 6))))  # fmt: skip
+def EinsumAttention(self: Any, x: Tensor) -> Tensor:
+    """Heads (h) in axes of the weights themselves, behind those of their units (d)."""
+    x = self.embed(x)
+    q, k, v = (torch.einsum("bti,idh->btdh", x, w) for w in (self.q, self.k, self.v))
+    scores = torch.einsum("btdh,bsdh->bhts", q + self.bias, k)
+    mixed = torch.einsum("bhts,bsdh->btdh", scores.softmax(-1), v)
+    return self.head(torch.einsum("btdh,dhu->btu", mixed, self.out))
 
 
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def einsum_attention() -> nn.Module:
-    return EinsumAttention("hd")
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def einsum_attention_heads_last() -> nn.Module:
-    return EinsumAttention("dh")
-
-
-class HeadsLast(nn.Module):
-    """Linear layers whose outputs are viewed as ``[units, heads]``, all three in one or each on its own."""
-
-    def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.fused, self.embed, self.out, self.head = fused, nn.Linear(5, 6), nn.Linear(12, 6), nn.Linear(6, 2)
-        self.qkv = nn.ModuleList(nn.Linear(6, n) for n in ((36,) if fused else (12, 12, 12)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        x = self.embed(x)
-        if self.fused:
-            q, k, v = self.qkv[0](x).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
-        else:
-            q, k, v = (layer(x).view(b, t, 3, 4).permute(0, 3, 1, 2) for layer in self.qkv)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def heads_last() -> nn.Module:
-    return HeadsLast(fused=False)
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def heads_last_fused() -> nn.Module:
-    return HeadsLast(fused=True)
+@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36,
+        parts=lambda: dict(embed=nn.Linear(5, 6), qkv=nn.Linear(6, 36), out=nn.Linear(12, 6),
+            head=nn.Linear(6, 2)))  # fmt: skip
+def HeadsLast(self: Any, x: Tensor) -> Tensor:
+    """A linear layer whose outputs are viewed as ``[units, heads]``."""
+    b, t, _ = x.shape
+    q, k, v = self.qkv(self.embed(x)).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
+    mixed = F.scaled_dot_product_attention(q, k, v)
+    return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
 
 
 # stream 6, experts' outputs 6, experts 4, 7 units in each; scales: 6 and 6, 28 linear halves against the way down
@@ -661,12 +584,3 @@ def StackedExperts(self: Any, x: Tensor) -> Tensor:
     gate, up = up[..., ::2], up[..., 1::2]
     y = torch.bmm(up * F.silu(gate), self.down)
     return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
-
-
-@case((3, 5), permutations=[6, 4, (4, 7)], scales=34,
-        parts=lambda: dict(router=nn.Linear(5, 4), head=nn.Linear(6, 2), up=nn.Parameter(torch.randn(4, 5, 7)),
-            down=nn.Parameter(torch.randn(4, 7, 6))))  # fmt: skip
-def EinsumExperts(self: Any, x: Tensor) -> Tensor:
-    """Experts that all read the same tokens, each with units of its own."""
-    hidden = torch.relu(torch.einsum("bi,eif->bef", x, self.up))
-    return self.head(torch.einsum("bef,efo,be->bo", hidden, self.down, self.router(x).softmax(-1)))
