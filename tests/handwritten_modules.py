@@ -1,27 +1,23 @@
 """Modules as a skeptical outsider would write them, for the oracle; none of them was looked at when rules were written.
 
-Each is written as ``Name(inputs) finds ...``, the parts of the module (a line of keywords; pairs are linear layers, plain
-tensors buffers), and the lines of ``forward``, or as an expression. Inputs that are given by their shapes are random.
-``layers`` stands for three linear layers, ``hidden`` for these and the units ``h`` of the first, ``attends`` for the
-projections around an attention that makes ``y``. What follows ``finds`` are parameters of which it is plain that the
-first axis holds interchangeable units, so that pinning them is noticed. Where nothing is named, nothing is demanded but
-that what is claimed holds.
+In their text ``layers`` stands for three linear layers, ``hidden`` for these and the units ``h`` of the first,
+``attends`` for the projections around an attention that makes ``y``. What follows ``finds`` are parameters of which it
+is plain that the first axis holds interchangeable units, so that pinning them is noticed. Where nothing is named,
+nothing is demanded but that what is claimed holds.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import Made
-from random_modules import executed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from written import Entry, entries
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,15 @@ SPACE = {
     "WeightStandardized": WeightStandardized, "Sinusoids": Sinusoids, "DEGREE": DEGREE,
 }  # fmt: skip
 LAYERS = "a=(5, 8), b=(8, 8), c=(8, 3)"
-KINDS = {None: "", "layers": LAYERS, "hidden": LAYERS, "attends": "qkv=(5, 18), out=(6, 4), head=(4, 2)"}
+KINDS = {
+    "layers": (LAYERS, [], []),
+    "hidden": (LAYERS, ["    h = torch.relu(self.a(x))"], []),
+    "attends": (
+        "qkv=(5, 18), out=(6, 4), head=(4, 2)",
+        ["    b, t, _ = x.shape"],
+        ["    return self.head(torch.relu(self.out(y.reshape(b, t, -1))))"],
+    ),
+}
 SOURCE = """
 # residual networks and their shortcuts
 option_a(x=(2, 3, 4, 4)) finds stem.weight one.weight
@@ -95,8 +99,8 @@ ConvBlockAttention(x=(2, 3, 4, 4)) finds a.weight
     s = torch.cat([h.max(1, keepdim=True)[0], h.mean(1, keepdim=True)], 1)
     return self.b(h * torch.sigmoid(self.spatial(s)))
 FeaturePyramid(x=(2, 3, 8, 8)) finds lateral1.weight c1.weight
-    c1=nn.Conv2d(3, 4, 3, 2, 1), c2=nn.Conv2d(4, 6, 3, 2, 1), lateral1=nn.Conv2d(4, 5, 1),
-    lateral2=nn.Conv2d(6, 5, 1), out=nn.Conv2d(5, 3, 1)
+    c1=nn.Conv2d(3, 4, 3, 2, 1), c2=nn.Conv2d(4, 6, 3, 2, 1), lateral1=nn.Conv2d(4, 5, 1), lateral2=nn.Conv2d(6, 5, 1),
+    out=nn.Conv2d(5, 3, 1)
     one = F.relu(self.c1(x))
     two = F.relu(self.c2(one))
     top = self.lateral2(two)
@@ -170,7 +174,8 @@ Halo(x=(1, 3, 8, 8))
     y = y.view(b * 2, 2, 2, 4, 4, 3).permute(0, 5, 1, 3, 2, 4).reshape(b, 6, height, width)
     return self.o(y)
 Axial(x=(2, 3, 4, 5))
-    rows=nn.MultiheadAttention(6, 2, batch_first=True), columns=nn.MultiheadAttention(6, 2, batch_first=True), a=(5, 6), o=(6, 2)
+    rows=nn.MultiheadAttention(6, 2, batch_first=True), columns=nn.MultiheadAttention(6, 2, batch_first=True), a=(5, 6),
+    o=(6, 2)
     h = self.a(x)
     b, r, c, d = h.shape
     z = h.reshape(b * r, c, d)
@@ -187,11 +192,11 @@ Performer(x=(2, 4, 5)) attends
 SinusoidalPositions(x=(2, 4, 5))
     nn.Sequential(nn.Linear(5, 6), Sinusoids(), nn.ReLU(), nn.Linear(6, 2))
 PooledByQueries(x=(2, 4, 5)) finds q.weight # A set transformer's pooling: the seeds are parameters, and keep their order in the output.
-    seeds=nn.Parameter(torch.randn(3, 5)), q=(5, 6), k=(5, 6), v=(5, 4), o=(4, 2)
+    seeds=[3, 5], q=(5, 6), k=(5, 6), v=(5, 4), o=(4, 2)
     a = (self.q(self.seeds) @ self.k(x).transpose(1, 2)).softmax(-1)
     return self.o(a @ self.v(x))
 SlotAttention(x=(2, 4, 5)) finds slots_mu k.weight v.weight # Slots that are pooled at the end: they are interchangeable, like hidden units.
-    slots_mu=nn.Parameter(torch.randn(3, 6)), q=(6, 6), k=(5, 6), v=(5, 6), gru=nn.GRUCell(6, 6), o=(6, 2)
+    slots_mu=[3, 6], q=(6, 6), k=(5, 6), v=(5, 6), gru=nn.GRUCell(6, 6), o=(6, 2)
     b = x.shape[0]
     slots = self.slots_mu.expand(b, -1, -1)
     for _ in range(2):
@@ -210,15 +215,14 @@ HyperNetwork(x=(3, 5), z=(3, 4))
     w, b = self.make_w(z).view(-1, 6, 5), self.make_b(z)
     return self.out(torch.relu(torch.einsum("bi,boi->bo", x, w) + b))
 LowRankWrittenOut(x=(3, 5)) hidden
-    left=nn.Parameter(torch.randn(8, 2)), right=nn.Parameter(torch.randn(2, 8))
+    left=[8, 2], right=[2, 8]
     return self.c(torch.relu(F.linear(h, self.b.weight + self.left @ self.right, self.b.bias)))
 BatchEnsembled(x=(3, 5))
-    w=nn.Linear(5, 6, bias=False), v=nn.Linear(6, 2, bias=False), r=nn.Parameter(torch.randn(2, 5)),
-    s=nn.Parameter(torch.randn(2, 6))
+    w=nn.Linear(5, 6, bias=False), v=nn.Linear(6, 2, bias=False), r=[2, 5], s=[2, 6]
     z = x.repeat(2, 1) * self.r.repeat_interleave(3, 0)
     return self.v(torch.relu(self.w(z) * self.s.repeat_interleave(3, 0)))
 Monarch(x=(3, 5)) # Block-diagonal matrices with a transposition between them.
-    a=(5, 8), l=nn.Parameter(torch.randn(4, 2, 2)), r=nn.Parameter(torch.randn(2, 4, 4)), b=(8, 2)
+    a=(5, 8), l=[4, 2, 2], r=[2, 4, 4], b=(8, 2)
     h = torch.relu(self.a(x)).view(-1, 4, 2)
     h = torch.einsum("bki,kij->bkj", h, self.l).transpose(1, 2)
     h = torch.einsum("bki,kij->bkj", h, self.r)
@@ -237,8 +241,7 @@ ComplexLayers(x=(3, 5))
     h = torch.complex(torch.relu(h.real), torch.relu(h.imag))
     return self.b(h).abs()
 DiagonalStateSpace(u=(2, 8))
-    log_a=nn.Parameter(-torch.rand(5)), theta=nn.Parameter(torch.rand(5)), b=nn.Parameter(torch.randn(5, 2)),
-    c=nn.Parameter(torch.randn(5, 2))
+    log_a=nn.Parameter(-torch.rand(5)), theta=nn.Parameter(torch.rand(5)), b=[5, 2], c=[5, 2]
     a = torch.exp(torch.complex(self.log_a, self.theta))
     kernel = (
         (
@@ -328,13 +331,12 @@ AttentionDecoder(x=(2, 4, 5)) finds embed.weight
         steps.append(self.out(torch.cat([h, read], -1)))
     return torch.stack(steps, 1)
 CausalConvolution(x=(2, 6, 5)) finds inp.weight
-    inp=nn.Conv1d(5, 4, 1), f=nn.Conv1d(4, 4, 2, dilation=2), g=nn.Conv1d(4, 4, 2, dilation=2),
-    skip=nn.Conv1d(4, 3, 1)
+    inp=nn.Conv1d(5, 4, 1), f=nn.Conv1d(4, 4, 2, dilation=2), g=nn.Conv1d(4, 4, 2, dilation=2), skip=nn.Conv1d(4, 3, 1)
     h = self.inp(x.transpose(1, 2))
     z = F.pad(h, (2, 0))
     return self.skip(h + torch.tanh(self.f(z)) * torch.sigmoid(self.g(z)))
 LinearRecurrence(x=(2, 6, 5)) # A gated linear recurrence, computed with cumulative sums over time.
-    a=(5, 6), decay=nn.Parameter(torch.randn(6)), out=(6, 2)
+    a=(5, 6), decay=[6], out=(6, 2)
     t = torch.arange(x.shape[1])[:, None]
     lam = -F.softplus(self.decay)
     h = (torch.relu(self.a(x)) * torch.exp(-lam * t)).cumsum(1) * torch.exp(lam * t)
@@ -356,7 +358,7 @@ Autocast(x=(3, 5)) layers finds a.weight
 
 # assorted
 FourierFeatures(x=(6, 2)) finds frequencies
-    frequencies=nn.Parameter(torch.randn(4, 2)), a=(8, 6), b=(6, 2)
+    frequencies=[4, 2], a=(8, 6), b=(6, 2)
     z = 2 * math.pi * x @ self.frequencies.T
     return self.b(torch.relu(self.a(torch.cat([z.sin(), z.cos()], -1))))
 RealNVP(x=(3, 6))
@@ -380,8 +382,7 @@ MaskedMean(x=(2, 4, 5), lengths=torch.tensor([4, 2])) layers finds a.weight
     h = torch.relu(self.a(x)) * mask[..., None]
     return self.c(h.sum(1) / lengths[:, None])
 TabularEmbeddings(x=(3, 4), categories=torch.tensor([[0, 1], [2, 0], [1, 1]])) finds hidden.weight
-    tables=nn.ModuleList([nn.Embedding(3, 2), nn.Embedding(2, 3)]), norm=nn.BatchNorm1d(4), hidden=(9, 6),
-    out=(6, 2)
+    tables=nn.ModuleList([nn.Embedding(3, 2), nn.Embedding(2, 3)]), norm=nn.BatchNorm1d(4), hidden=(9, 6), out=(6, 2)
     z = [table(categories[:, k]) for k, table in enumerate(self.tables)]
     return self.out(torch.relu(self.hidden(torch.cat([self.norm(x), *z], 1))))
 MultiTask(x=(3, 5)) finds a.weight
@@ -389,13 +390,13 @@ MultiTask(x=(3, 5)) finds a.weight
     h = torch.relu(self.a(x))
     return {"logits": self.b(h), "more": [self.c(h), (self.d(h).squeeze(-1), h.norm())]}
 SoftDecisionTree(x=(3, 5))
-    nodes=(5, 3), leaves=nn.Parameter(torch.randn(4, 2))
+    nodes=(5, 3), leaves=[4, 2]
     p = torch.sigmoid(self.nodes(x))
     q = 1 - p
     path = torch.stack([p[:, 0] * p[:, 1], p[:, 0] * q[:, 1], q[:, 0] * p[:, 2], q[:, 0] * q[:, 2]], 1)
     return path @ self.leaves
 Kolmogorov(x=(3, 5)) # Learned functions on the edges, from shared bumps.
-    first=nn.Parameter(torch.randn(6, 5, 4)), second=nn.Parameter(torch.randn(2, 6, 4))
+    first=[6, 5, 4], second=[2, 6, 4]
     grid = torch.linspace(-1, 1, 4)
     h = torch.einsum("big,oig->bo", torch.exp(-((x[..., None] - grid) ** 2)), self.first)
     return torch.einsum("big,oig->bo", torch.exp(-((h[..., None] - grid) ** 2)), self.second)
@@ -407,7 +408,7 @@ NeuralODE(x=(3, 5)) layers finds a.weight
         h = h + 0.5 * k2
     return self.c(h)
 Hopfield(x=(3, 4)) finds a # Stored patterns are interchangeable.
-    a=nn.Parameter(torch.randn(6, 4)), beta=nn.Parameter(torch.tensor(2.0))
+    a=[6, 4], beta=nn.Parameter(torch.tensor(2.0))
     for _ in range(2):
         x = (self.beta * x @ self.a.T).softmax(-1) @ self.a
     return x
@@ -417,7 +418,7 @@ PartlyFrozen(x=(3, 5))
         h = torch.relu(self.a(x))
     return self.c(torch.relu(self.b(h)))
 UnusedParameters(x=(3, 5)) layers
-    spare=(8, 8), unused=nn.Parameter(torch.randn(3))
+    spare=(8, 8), unused=[3]
     if x is None:
         return self.spare(self.unused)
     return self.c(torch.relu(self.a(x)))
@@ -435,31 +436,8 @@ TokenMerging(x=(2, 4, 5)) # Tokens weighted by a score that they compute; the be
 """
 
 
-def handwritten(source: str, number: int) -> Handwritten:
-    head, *lines = source.splitlines()
-    match = re.fullmatch(r"(\w+)\((.*)\)(?: (layers|hidden|attends))?(?: finds ([\w. ]+?))?(?: *#.*)?", head)
-    assert match, head
-    name, arguments, kind, finds = match.groups()
-    generator = torch.Generator().manual_seed(number)
-    given = {n: torch.randn(i, generator=generator) if isinstance(i, tuple) else i for n, i in made(arguments).items()}
-    parts = [line for line in lines if re.match(r" {4}\w+=[^=]", line)]
-    forward = lines[len(parts) :]
-    if kind == "hidden":
-        forward = ["    h = torch.relu(self.a(x))", *forward]
-    if kind == "attends":
-        forward = ["    b, t, _ = x.shape", *forward, "    return self.head(torch.relu(self.out(y.reshape(b, t, -1))))"]
-    if any("return" in line for line in forward):
-        space = executed("\n".join([f"def forward(self, {', '.join(given)}):", *forward]), name, SPACE)
-        own = {"forward": space["forward"], "parts": staticmethod(lambda: made(KINDS[kind]) | made(" ".join(parts)))}
-        build: Callable[[], nn.Module] = type(name, (Made,), own)
-    else:
-        build = lambda: eval("".join(forward), SPACE)  # noqa: E731
-    return Handwritten(name, build, tuple(given.values()), tuple((finds or "").split()))
+def handwritten(entry: Entry, number: int) -> Handwritten:
+    return Handwritten(entry.name, entry.build, entry.inputs(number), tuple(entry.words.partition("finds ")[2].split()))
 
 
-def made(keywords: str) -> dict[str, Any]:
-    return eval(f"dict({keywords})", SPACE)
-
-
-ENTRIES = re.split(r"\n(?=\w)", re.sub(r"(?m)^(#.*)?\n", "", SOURCE))
-HANDWRITTEN = [handwritten(source, k) for k, source in enumerate(ENTRIES)]
+HANDWRITTEN = [handwritten(entry, k) for k, entry in enumerate(entries(SOURCE, SPACE, KINDS))]

@@ -16,7 +16,6 @@ linear layer of earlier that takes N features, ``self.BACK`` one that gives them
 from __future__ import annotations
 
 import itertools
-import linecache
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from written import executed
 
 IMPORTS = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
@@ -363,15 +363,6 @@ def paragraphs(text: str) -> dict[str, str]:
 
 
 LISTS = paragraphs(PROGRAMS)
-
-
-def executed(source: str, name: str, space: dict[str, Any]) -> dict[str, Any]:
-    """The names that a source defines, which tracebacks show."""
-    file = f"<{name} {hash(source) & 0xFFFFFFFF:08x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    space = dict(space)
-    exec(compile(source, file, "exec"), space)
-    return space
 
 
 @dataclass(frozen=True)
