@@ -1,20 +1,21 @@
 """The zoo of architectures on which laws are tested: small modules, inputs, and the groups that they have.
 
-``permutations`` lists the shapes of all permutation groups (``(blocks..., size)``), ``scales`` and ``normalizations``
-the total numbers of positive factors. They are counted by hand from the architecture, so that claiming too little
-fails as claiming too much does.
+What follows ``has`` in their text are the shapes of all permutation groups (``(blocks..., size)``), and the total
+numbers of positive factors. They are counted by hand from the architecture, so that claiming too little fails as
+claiming too much does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from written import Entry, entries
 
 
 @dataclass(frozen=True)
@@ -27,83 +28,6 @@ class Case:
     permutations: list[tuple[int, ...]] = field(default_factory=list)
     scales: int = 0
     normalizations: int = 0
-
-
-class Made(nn.Module):
-    """A module of parts, of which plain tensors are buffers, and pairs of numbers the sizes of linear layers."""
-
-    parts: Callable[[], Mapping[str, Any]] = dict
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hold(self.parts())
-
-    def hold(self, parts: Mapping[str, Any]) -> None:
-        for name, part in parts.items():
-            part = nn.Linear(*part) if isinstance(part, tuple) else part
-            if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part)
-            else:
-                setattr(self, name, part)
-
-
-CASES: list[Case] = []
-
-
-def case(
-    *inputs: Any,
-    permutations: list[Any] | None = None,
-    scales: int = 0,
-    normalizations: int = 0,
-    parts: Callable[[], dict[str, Any]] | None = None,
-) -> Callable[[Any], Any]:
-    """Register a module class, a builder, or a forward pass with its ``parts``, and the shapes of its inputs."""
-
-    def make() -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(7)
-        return tuple(
-            torch.randn(i, generator=generator, dtype=torch.float64) if isinstance(i, tuple) else i for i in inputs
-        )
-
-    def add(build: Any) -> Any:
-        if parts is not None:
-            build = type(build.__name__, (Made,), {"forward": build, "parts": staticmethod(parts)})
-        shapes = [(p,) if isinstance(p, int) else tuple(p) for p in permutations or []]
-        CASES.append(Case(build.__name__, build, make, shapes, scales, normalizations))
-        return build
-
-    return add
-
-
-@case((3, 5), permutations=[8, 6], scales=14)
-def mlp_relu() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.LeakyReLU(), nn.Linear(6, 3))
-
-
-@case((3, 5), permutations=[8, 6], scales=6)
-def mlp_mixed() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
-
-
-@case((3, 5), permutations=[7], scales=7)
-def mlp_wide_blocks() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7, bias=False), nn.Dropout(0.5), nn.ReLU(), nn.Identity(), nn.Linear(7, 2))
-
-
-@case((2, 2, 10, 10), permutations=[4, 5, 6], scales=15)
-def cnn_flatten() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
-        nn.Flatten(), nn.Linear(20, 6), nn.ReLU(), nn.Linear(6, 3),
-    )  # fmt: skip
-
-
-@case((2, 2, 8, 8), permutations=[4, 5], scales=9, normalizations=9)
-def batchnorm_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3),
-    )  # fmt: skip
 
 
 class BasicBlock(nn.Module):
@@ -122,14 +46,6 @@ class BasicBlock(nn.Module):
         return F.relu(y)
 
 
-@case((2, 2, 6, 6), permutations=[4, 4, 6, 6], scales=20, normalizations=24)
-def resnet_batchnorm() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), BasicBlock(4, 4), BasicBlock(4, 6),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
-    )  # fmt: skip
-
-
 class FilterResponseNorm(nn.Module):
     """Singh and Krishnan's FRN with its thresholded linear unit."""
 
@@ -142,77 +58,6 @@ class FilterResponseNorm(nn.Module):
         nu2 = torch.mean(x**2, dim=(2, 3), keepdim=True)
         x = x * torch.rsqrt(nu2 + self.eps)
         return torch.max(self.gamma * x + self.beta, self.tau)
-
-
-@case((2, 2, 6, 6), permutations=[4, 4, 6, 6], scales=20, normalizations=24)
-def resnet_frn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False), FilterResponseNorm(4), BasicBlock(4, 4, FilterResponseNorm),
-        BasicBlock(4, 6, FilterResponseNorm), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
-    )  # fmt: skip
-
-
-@case((2, 2, 6, 6), permutations=[4, 3, 5], scales=12,
-        parts=lambda: dict(a=nn.Conv2d(2, 4, 3, padding=1), b=nn.Conv2d(4, 3, 3, padding=1),
-            c=nn.Conv2d(7, 5, 1), head=nn.Linear(12, 3)))  # fmt: skip
-def DenseConcat(self: Any, x: Tensor) -> Tensor:
-    """Features are concatenated, and later layers read all of them."""
-    a = F.relu(self.a(x))
-    b = torch.cat([a, F.relu(self.b(a))], 1)
-    c = torch.cat([b, F.relu(self.c(b))], 1)
-    return self.head(c.mean((2, 3)))
-
-
-@case((2, 2, 6, 6), permutations=[2, (2, 3), (2, 4)], scales=14,
-        parts=lambda: dict(stem=nn.Conv2d(2, 8, 1), group=nn.Conv2d(8, 6, 3, groups=2),
-            out=nn.Linear(6, 3)))  # fmt: skip
-def GroupedConv(self: Any, x: Tensor) -> Tensor:
-    """Two groups of channels: channels permute inside a group, and groups permute whole."""
-    return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
-
-
-# groups of two channels each, every channel with a multiplier of three: blocks in blocks
-@case((2, 2, 6, 6), permutations=[2, (2, 2), (2, 2, 3)], scales=12, normalizations=2,
-        parts=lambda: dict(a=nn.Conv2d(2, 4, 1), norm=nn.GroupNorm(2, 4), depth=nn.Conv2d(4, 12, 3, groups=4),
-            head=nn.Linear(12, 3)))  # fmt: skip
-def BlocksInBlocks(self: Any, x: Tensor) -> Tensor:
-    """GroupNorm over channels that a depthwise convolution then multiplies by three."""
-    return self.head(F.relu(self.depth(torch.tanh(self.norm(self.a(x))))).mean((2, 3)))
-
-
-@case((2, 2, 6, 6), permutations=[6, 2, 4], scales=6, normalizations=16,
-        parts=lambda: dict(stem=nn.Conv2d(2, 4, 1), expand=nn.Conv2d(4, 6, 1, bias=False),
-            norm1=nn.BatchNorm2d(6), depth=nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False),
-            norm2=nn.BatchNorm2d(6), squeeze=nn.Conv2d(6, 2, 1), excite=nn.Conv2d(2, 6, 1),
-            project=nn.Conv2d(6, 4, 1, bias=False), norm3=nn.BatchNorm2d(4), head=nn.Linear(4, 3)))  # fmt: skip
-def InvertedResidual(self: Any, x: Tensor) -> Tensor:
-    """MobileNet's block: expansion, depthwise, squeeze-excitation, projection."""
-    x = self.stem(x)
-    y = F.relu6(self.norm1(self.expand(x)))
-    y = F.silu(self.norm2(self.depth(y)))
-    y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
-    return self.head((x + self.norm3(self.project(y))).mean((2, 3)))
-
-
-@case((2, 2, 6, 6), permutations=[2, (2, 4)], scales=8, normalizations=2,
-        parts=lambda: dict(conv=nn.Conv2d(2, 8, 3), norm=nn.GroupNorm(2, 8), head=nn.Linear(8, 3)))  # fmt: skip
-def GroupNormNet(self: Any, x: Tensor) -> Tensor:
-    """GroupNorm with two groups of four channels."""
-    return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
-
-
-@case((2, 2, 6, 6), permutations=[5], scales=5, normalizations=5,
-        parts=lambda: dict(conv=nn.Conv2d(2, 5, 3), norm=nn.InstanceNorm2d(5, affine=True),
-            head=nn.Linear(5, 3)))  # fmt: skip
-def InstanceNormNet(self: Any, x: Tensor) -> Tensor:
-    return self.head(F.relu(self.norm(self.conv(x))).amax((2, 3)))
-
-
-@case((3, 5), permutations=[6, 7], scales=13, normalizations=2)
-def layernorm_mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3)
-    )
 
 
 class Attention(nn.Module):
@@ -271,53 +116,6 @@ class Transformer(nn.Module):
         return self.head(self.norm3(x).mean(1))
 
 
-# stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36),
-# query-key and value-output (24); the whole stream feeds normalizations only (1)
-@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
-def transformer_separate() -> nn.Module:
-    return Transformer(Attention(12, 3))
-
-
-@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
-def transformer_fused() -> nn.Module:
-    return Transformer(Attention(12, 3, fused=True))
-
-
-# 2 key-value heads, each read by 2 query heads
-@case((2, 4, 5), permutations=[12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1)
-def transformer_grouped_query() -> nn.Module:
-    return Transformer(Attention(12, 4, kv=2))
-
-
-# rotary embeddings pin the query-key units inside a head; heads and value units stay free
-@case((2, 4, 5), permutations=[12, 10, 3, (3, 4)], scales=54, normalizations=1)
-def transformer_rotary() -> nn.Module:
-    return Transformer(Attention(12, 3, rotary=True))
-
-
-class _SelfAttention(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.mha = nn.MultiheadAttention(width, heads, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mha(x, x, x, need_weights=False)[0]
-        return out
-
-
-@case((2, 4, 5), permutations=[12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1)
-def transformer_multihead() -> nn.Module:
-    return Transformer(_SelfAttention(12, 3))
-
-
-@case((2, 4, 5), permutations=[8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1,
-        parts=lambda: dict(embed=nn.Linear(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True),
-            head=nn.Linear(8, 3)))  # fmt: skip
-def EncoderLayer(self: Any, x: Tensor) -> Tensor:
-    """torch's own TransformerEncoderLayer (post-norm) behind a linear embedding."""
-    return self.head(self.layer(self.embed(x)).mean(1))
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -325,64 +123,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
-
-
-@case(torch.tensor([[1, 4, 2, 0]]), permutations=[8, 6, 2, (2, 4)], scales=35)
-class TinyLlama(nn.Module):
-    """Token embedding, RMSNorm, rotary attention, SwiGLU; the head is tied to the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 8)
-        self.norm1, self.attention, self.norm2 = RMSNorm(8), Attention(8, 2, rotary=True), RMSNorm(8)
-        self.gate, self.up, self.down = nn.Linear(8, 6, False), nn.Linear(8, 6, False), nn.Linear(6, 8, False)
-        self.norm3, self.head = RMSNorm(8), nn.Linear(8, 9, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        x = x + self.attention(self.norm1(x))
-        y = self.norm2(x)
-        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
-        return self.head(self.norm3(x))
-
-
-@case((3, 5), permutations=[6], scales=12,
-        parts=lambda: dict(a=nn.Linear(5, 6), b=nn.Linear(5, 6), out=nn.Linear(6, 2)))  # fmt: skip
-def BilinearGate(self: Any, x: Tensor) -> Tensor:
-    """A product of two positively homogeneous branches: two factors for each unit."""
-    return self.out(F.relu(self.a(x)) * self.b(x))
-
-
-@case((2, 4, 5), permutations=[6, 7, 3],
-        parts=lambda: dict(lstm=nn.LSTM(5, 6, batch_first=True), gru=nn.GRU(6, 7, batch_first=True),
-            mix=nn.Linear(7, 3), head=nn.Linear(3, 2)))  # fmt: skip
-def Recurrent(self: Any, x: Tensor) -> Tensor:
-    """A two-layer LSTM and a GRU."""
-    return self.head(torch.tanh(self.mix(self.gru(self.lstm(x)[0])[0][:, -1])))
-
-
-@case((2, 4, 5), permutations=[6, 6, 6, 6],
-        parts=lambda: dict(lstm=nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True),
-            head=nn.Linear(12, 2)))  # fmt: skip
-def BidirectionalLSTM(self: Any, x: Tensor) -> Tensor:
-    return self.head(self.lstm(x)[0].mean(1))
-
-
-@case((2, 3, 12), permutations=[4, 6, 5], scales=15)
-def conv1d_transposed() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 6, 3, stride=2), nn.ReLU(), nn.Conv1d(6, 5, 3), nn.ReLU(),
-        nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(10, 2),
-    )  # fmt: skip
-
-
-@case((2, 2, 5, 6, 6), permutations=[4, 5], scales=5, normalizations=4)
-def conv3d() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), nn.SiLU(), nn.Conv3d(4, 5, 3), nn.ReLU(), nn.AdaptiveMaxPool3d(1),
-        nn.Flatten(), nn.Linear(5, 2),
-    )  # fmt: skip
 
 
 class UNet(nn.Module):
@@ -402,122 +142,180 @@ class UNet(nn.Module):
         return self.out(F.relu(self.c(F.interpolate(joined, scale_factor=2.0, mode="bilinear"))))
 
 
-@case((1, 2, 8, 8), permutations=[4, 6, 4, 5], scales=19)
-def unet_concat() -> nn.Module:
-    return UNet(True)
-
-
-@case((1, 2, 8, 8), permutations=[4, 6, 5], scales=15)
-def unet_add() -> nn.Module:
-    return UNet(False)
-
-
-@case((3, 5), permutations=[6, 4], scales=5, normalizations=10)
-def weight_norm() -> nn.Module:
-    wrap = nn.utils.parametrizations.weight_norm
-    return nn.Sequential(wrap(nn.Linear(5, 6)), nn.ReLU(), wrap(nn.Linear(6, 4)), nn.ReLU(), nn.Linear(4, 2))
-
-
-@case((3, 5), permutations=[6], scales=6,
-        parts=lambda: dict(w=nn.Parameter(torch.randn(5, 6)), b=nn.Parameter(torch.randn(6)),
-            v=nn.Parameter(torch.randn(2, 6)), unused=nn.Parameter(torch.randn(4, 4))))  # fmt: skip
-def DirectParameters(self: Any, x: Tensor) -> Tensor:
-    """Parameters that forward uses without a layer, one of them transposed."""
-    return torch.relu(x @ self.w + self.b) @ self.v.t()
-
-
-# the shared layer maps the hidden units to themselves: its rows and columns move together
-@case((3, 5), permutations=[6], scales=7,
-        parts=lambda: dict(a=nn.Linear(5, 6), shared=nn.Linear(6, 6, bias=False), out=nn.Linear(6, 2)))  # fmt: skip
-def CalledTwice(self: Any, x: Tensor) -> Tensor:
-    x = F.relu(self.a(x))
-    return self.out(F.relu(self.shared(F.relu(self.shared(x)))))
-
-
-@case((3, 5), permutations=[6],
-        parts=lambda: dict(encoder=nn.Linear(5, 6, bias=False), bias=nn.Parameter(torch.randn(5)),
-            head=nn.Linear(6, 2)))  # fmt: skip
-def TiedAutoencoder(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The decoder's weight is the encoder's, transposed."""
-    hidden = self.encoder(x)
-    return torch.softmax(hidden, -1) @ self.encoder.weight + self.bias, self.head(F.softmax(hidden, -1))
-
-
-# three members of a batched ensemble: each has its own hidden units, and members stay in place
-@case((3, 5), permutations=[4, 4, 4], scales=12,
-        parts=lambda: dict(w=nn.Parameter(torch.randn(3, 5, 4)), b=nn.Parameter(torch.randn(3, 1, 4)),
-            v=nn.Parameter(torch.randn(3, 4, 2))))  # fmt: skip
-def BatchedEnsemble(self: Any, x: Tensor) -> Tensor:
-    hidden = torch.relu(torch.baddbmm(self.b, x.expand(3, -1, -1), self.w))
-    return torch.bmm(hidden, self.v).flatten(0, 1)
-
-
-@case((2, 8, 6, 6), permutations=[3, 3, 2, 2], scales=10,
-        parts=lambda: dict(a=nn.Conv2d(8, 6, 3, groups=2), b=nn.Conv2d(6, 4, 3, groups=2),
-            head=nn.Conv2d(4, 6, 1, groups=2)))  # fmt: skip
-def PackedConv(self: Any, x: Tensor) -> Tensor:
-    """Two packed members in grouped convolutions; the output keeps them apart."""
-    y = self.head(F.relu(self.b(F.relu(self.a(x)))).mean((2, 3), keepdim=True)).flatten(1)
-    return y.reshape(y.shape[0] * 2, 3)
-
-
-@case((2, 2, 4, 4), permutations=[3, 4], scales=7,
-        parts=lambda: dict(a=nn.Conv2d(2, 4, 3, padding=1), up=nn.Conv2d(4, 12, 1), b=nn.Conv2d(3, 2, 1)))  # fmt: skip
-def PixelShuffleNet(self: Any, x: Tensor) -> Tensor:
-    """A sub-pixel convolution: each channel is a bundle of four."""
-    return self.b(F.relu(F.pixel_shuffle(self.up(F.relu(self.a(x))), 2)))
-
-
-@case((3, 5), permutations=[4], scales=4,
-        parts=lambda: dict(a=nn.Linear(5, 4), b=nn.Linear(4, 6), c=nn.Parameter(torch.randn(3, 6))))  # fmt: skip
-def UnknownOperator(self: Any, x: Tensor) -> Tensor:
-    """Airy's function has no rule: what it touches is pinned and named; the rest stays free."""
-    return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
-
-
-@case((3, 5), permutations=[2, 2], scales=4)
-class ConstantMask(nn.Module):
-    """A fixed mask tells the first two hidden units from the last two."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 2)
-        self.mask = torch.tensor([1.0, 1.0, 0.5, 0.5])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(F.relu(self.a(x)) * self.mask)
-
-
-@case((3, 5), permutations=[6, 3, 3], scales=9,
-        parts=lambda: dict(a=nn.Linear(5, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 2)))  # fmt: skip
-def WrittenInPlace(self: Any, x: Tensor) -> Tensor:
-    """Hidden units are cut by a slice, and a buffer is filled through views."""
-    hidden = F.relu(self.a(x)).add_(0.0)
-    low, high = self.b(hidden).chunk(2, 1)
-    return self.c(torch.cat([low.relu_(), torch.sigmoid(high)], 1))
-
-
 def turned(z: Tensor) -> Tensor:
     return torch.stack([-z[..., 1::2], z[..., ::2]], -1).reshape(z.shape)
 
 
+class TinyLlama(nn.Module):
+    """Token embedding, RMSNorm, rotary attention, SwiGLU; the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.norm1, self.attention, self.norm2 = RMSNorm(8), Attention(8, 2, rotary=True), RMSNorm(8)
+        self.gate, self.up, self.down = nn.Linear(8, 6, False), nn.Linear(8, 6, False), nn.Linear(6, 8, False)
+        self.norm3, self.head = RMSNorm(8), nn.Linear(8, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        x = x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return self.head(self.norm3(x))
+
+
+wrapped = nn.utils.parametrizations.weight_norm
+SOURCE = """
+mlp_relu(x=(3, 5)) has [8, 6], scales=14
+    nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.LeakyReLU(), nn.Linear(6, 3))
+mlp_mixed(x=(3, 5)) has [8, 6], scales=6
+    nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
+mlp_wide_blocks(x=(3, 5)) has [7], scales=7
+    nn.Sequential(nn.Linear(5, 7, bias=False), nn.Dropout(0.5), nn.ReLU(), nn.Identity(), nn.Linear(7, 2))
+cnn_flatten(x=(2, 2, 10, 10)) has [4, 5, 6], scales=15
+    nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(20, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
+batchnorm_cnn(x=(2, 2, 8, 8)) has [4, 5], scales=9, normalizations=9
+    nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)
+    )
+resnet_batchnorm(x=(2, 2, 6, 6)) has [4, 4, 6, 6], scales=20, normalizations=24
+    nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), BasicBlock(4, 4), BasicBlock(4, 6),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
+    )
+resnet_frn(x=(2, 2, 6, 6)) has [4, 4, 6, 6], scales=20, normalizations=24
+    nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False), FilterResponseNorm(4), BasicBlock(4, 4, FilterResponseNorm),
+        BasicBlock(4, 6, FilterResponseNorm), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
+    )
+# Features are concatenated, and later layers read all of them
+DenseConcat(x=(2, 2, 6, 6)) has [4, 3, 5], scales=12
+    a=nn.Conv2d(2, 4, 3, padding=1), b=nn.Conv2d(4, 3, 3, padding=1), c=nn.Conv2d(7, 5, 1), head=(12, 3)
+    a = F.relu(self.a(x))
+    b = torch.cat([a, F.relu(self.b(a))], 1)
+    c = torch.cat([b, F.relu(self.c(b))], 1)
+    return self.head(c.mean((2, 3)))
+# Two groups of channels: channels permute inside a group, and groups permute whole
+GroupedConv(x=(2, 2, 6, 6)) has [2, (2, 3), (2, 4)], scales=14
+    stem=nn.Conv2d(2, 8, 1), group=nn.Conv2d(8, 6, 3, groups=2), out=(6, 3)
+    return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
+# GroupNorm over groups of two channels, which a depthwise convolution then multiplies by three: blocks in blocks
+BlocksInBlocks(x=(2, 2, 6, 6)) has [2, (2, 2), (2, 2, 3)], scales=12, normalizations=2
+    a=nn.Conv2d(2, 4, 1), norm=nn.GroupNorm(2, 4), depth=nn.Conv2d(4, 12, 3, groups=4), head=(12, 3)
+    return self.head(F.relu(self.depth(torch.tanh(self.norm(self.a(x))))).mean((2, 3)))
+# MobileNet's block: expansion, depthwise, squeeze-excitation, projection
+InvertedResidual(x=(2, 2, 6, 6)) has [6, 2, 4], scales=6, normalizations=16
+    stem=nn.Conv2d(2, 4, 1), expand=nn.Conv2d(4, 6, 1, bias=False), norm1=nn.BatchNorm2d(6),
+    depth=nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False), norm2=nn.BatchNorm2d(6), squeeze=nn.Conv2d(6, 2, 1),
+    excite=nn.Conv2d(2, 6, 1), project=nn.Conv2d(6, 4, 1, bias=False), norm3=nn.BatchNorm2d(4), head=(4, 3)
+    x = self.stem(x)
+    y = F.relu6(self.norm1(self.expand(x)))
+    y = F.silu(self.norm2(self.depth(y)))
+    y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
+    return self.head((x + self.norm3(self.project(y))).mean((2, 3)))
+# GroupNorm with two groups of four channels
+GroupNormNet(x=(2, 2, 6, 6)) has [2, (2, 4)], scales=8, normalizations=2
+    conv=nn.Conv2d(2, 8, 3), norm=nn.GroupNorm(2, 8), head=(8, 3)
+    return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+InstanceNormNet(x=(2, 2, 6, 6)) has [5], scales=5, normalizations=5
+    conv=nn.Conv2d(2, 5, 3), norm=nn.InstanceNorm2d(5, affine=True), head=(5, 3)
+    return self.head(F.relu(self.norm(self.conv(x))).amax((2, 3)))
+layernorm_mlp(x=(3, 5)) has [6, 7], scales=13, normalizations=2
+    nn.Sequential(
+        nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3)
+    )
+# stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36),
+# query-key and value-output (24); the whole stream feeds normalizations only (1)
+transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1
+    Transformer(Attention(12, 3))
+transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1
+    Transformer(Attention(12, 3, fused=True))
+# 2 key-value heads, each read by 2 query heads
+transformer_grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1
+    Transformer(Attention(12, 4, kv=2))
+# torch's own layer (post-norm) behind a linear embedding
+EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1
+    embed=(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True), head=(8, 3)
+    return self.head(self.layer(self.embed(x)).mean(1))
+TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35
+    TinyLlama()
+# A product of two positively homogeneous branches: two factors for each unit
+BilinearGate(x=(3, 5)) has [6], scales=12
+    a=(5, 6), b=(5, 6), out=(6, 2)
+    return self.out(F.relu(self.a(x)) * self.b(x))
+# A two-layer LSTM and a GRU
+Recurrent(x=(2, 4, 5)) has [6, 7, 3]
+    lstm=nn.LSTM(5, 6, batch_first=True), gru=nn.GRU(6, 7, batch_first=True), mix=(7, 3), head=(3, 2)
+    return self.head(torch.tanh(self.mix(self.gru(self.lstm(x)[0])[0][:, -1])))
+BidirectionalLSTM(x=(2, 4, 5)) has [6, 6, 6, 6]
+    lstm=nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True), head=(12, 2)
+    return self.head(self.lstm(x)[0].mean(1))
+conv1d_transposed(x=(2, 3, 12)) has [4, 6, 5], scales=15
+    nn.Sequential(
+        nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 6, 3, stride=2), nn.ReLU(), nn.Conv1d(6, 5, 3),
+        nn.ReLU(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(10, 2)
+    )
+conv3d(x=(2, 2, 5, 6, 6)) has [4, 5], scales=5, normalizations=4
+    nn.Sequential(
+        nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), nn.SiLU(), nn.Conv3d(4, 5, 3), nn.ReLU(), nn.AdaptiveMaxPool3d(1),
+        nn.Flatten(), nn.Linear(5, 2)
+    )
+unet_concat(x=(1, 2, 8, 8)) has [4, 6, 4, 5], scales=19
+    UNet(True)
+unet_add(x=(1, 2, 8, 8)) has [4, 6, 5], scales=15
+    UNet(False)
+weight_norm(x=(3, 5)) has [6, 4], scales=5, normalizations=10
+    nn.Sequential(wrapped(nn.Linear(5, 6)), nn.ReLU(), wrapped(nn.Linear(6, 4)), nn.ReLU(), nn.Linear(4, 2))
+# Parameters that forward uses without a layer, one of them transposed
+DirectParameters(x=(3, 5)) has [6], scales=6
+    w=[5, 6], b=[6], v=[2, 6], unused=[4, 4]
+    return torch.relu(x @ self.w + self.b) @ self.v.t()
+# the shared layer maps the hidden units to themselves: its rows and columns move together
+CalledTwice(x=(3, 5)) has [6], scales=7
+    a=(5, 6), shared=nn.Linear(6, 6, bias=False), out=(6, 2)
+    x = F.relu(self.a(x))
+    return self.out(F.relu(self.shared(F.relu(self.shared(x)))))
+# The decoder's weight is the encoder's, transposed
+TiedAutoencoder(x=(3, 5)) has [6]
+    encoder=nn.Linear(5, 6, bias=False), bias=[5], head=(6, 2)
+    hidden = self.encoder(x)
+    return torch.softmax(hidden, -1) @ self.encoder.weight + self.bias, self.head(F.softmax(hidden, -1))
+# three members of a batched ensemble: each has its own hidden units, and members stay in place
+BatchedEnsemble(x=(3, 5)) has [4, 4, 4], scales=12
+    w=[3, 5, 4], b=[3, 1, 4], v=[3, 4, 2]
+    hidden = torch.relu(torch.baddbmm(self.b, x.expand(3, -1, -1), self.w))
+    return torch.bmm(hidden, self.v).flatten(0, 1)
+# Two packed members in grouped convolutions; the output keeps them apart
+PackedConv(x=(2, 8, 6, 6)) has [3, 3, 2, 2], scales=10
+    a=nn.Conv2d(8, 6, 3, groups=2), b=nn.Conv2d(6, 4, 3, groups=2), head=nn.Conv2d(4, 6, 1, groups=2)
+    y = self.head(F.relu(self.b(F.relu(self.a(x)))).mean((2, 3), keepdim=True)).flatten(1)
+    return y.reshape(y.shape[0] * 2, 3)
+# A sub-pixel convolution: each channel is a bundle of four
+PixelShuffleNet(x=(2, 2, 4, 4)) has [3, 4], scales=7
+    a=nn.Conv2d(2, 4, 3, padding=1), up=nn.Conv2d(4, 12, 1), b=nn.Conv2d(3, 2, 1)
+    return self.b(F.relu(F.pixel_shuffle(self.up(F.relu(self.a(x))), 2)))
+# Airy's function has no rule: what it touches is pinned and named; the rest stays free
+UnknownOperator(x=(3, 5)) has [4], scales=4
+    a=(5, 4), b=(4, 6), c=[3, 6]
+    return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
 # 12 values, 6 rotated pairs, 6 units
-@case((2, 4, 5), permutations=[3, (3, 4), 6], scales=24,
-        parts=lambda: dict(qkv=nn.Linear(5, 36), out=nn.Linear(12, 6), head=nn.Linear(6, 2)))  # fmt: skip
-def InterleavedRotary(self: Any, x: Tensor) -> Tensor:
-    """Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them."""
+# Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them
+InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24
+    qkv=(5, 36), out=(12, 6), head=(6, 2)
     batch, tokens, _ = x.shape
     q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
     angle = torch.arange(tokens, dtype=x.dtype)[:, None] * torch.tensor([1.0, 1.0, 0.1, 0.1], dtype=x.dtype)
     q, k = (z * angle.cos() + turned(z) * angle.sin() for z in (q, k))
     y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, 12)
     return self.head(torch.relu(self.out(y)))
-
-
-@case((2, 2, 4, 4), permutations=[6], scales=6, normalizations=1,
-        parts=lambda: dict(a=nn.Conv2d(2, 6, 1), norm=nn.LayerNorm(6), b=nn.Conv2d(6, 2, 1)))  # fmt: skip
-def PatchesOfPixels(self: Any, x: Tensor) -> Tensor:
-    """A mobile vision transformer's way of cutting patches: channels are merged with rows, and split again."""
+# A mobile vision transformer's way of cutting patches: channels are merged with rows, and split again
+PatchesOfPixels(x=(2, 2, 4, 4)) has [6], scales=6, normalizations=1
+    a=nn.Conv2d(2, 6, 1), norm=nn.LayerNorm(6), b=nn.Conv2d(6, 2, 1)
     x = self.a(x)
     batch, channels, height, width = x.shape
     rows, columns = height // 2, width // 2
@@ -526,133 +324,64 @@ def PatchesOfPixels(self: Any, x: Tensor) -> Tensor:
     x = self.norm(x).view(batch, 4, rows * columns, channels).transpose(1, 3)
     x = x.reshape(batch * channels * rows, columns, 2, 2).transpose(1, 2)
     return self.b(x.reshape(batch, channels, rows * 2, columns * 2))
-
-
 # heads; in each of them the units that queries and keys share, and those of the values, of both scales
-@case((1, 3, 4, 4), permutations=[3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18,
-        parts=lambda: dict(qkv=nn.Conv2d(3, 18, 1, bias=False), out=nn.Conv2d(12, 2, 1),
-            depthwise=nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False),
-            grouped=nn.Conv2d(18, 18, 1, groups=9, bias=False)))  # fmt: skip
-def MultiScaleLinearAttention(self: Any, x: Tensor) -> Tensor:
-    """Linear attention over heads of fused queries, keys and values, and over grouped convolutions of the same."""
+# Linear attention over heads of fused queries, keys and values, and over grouped convolutions of the same
+MultiScaleLinearAttention(x=(1, 3, 4, 4)) has [3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18
+    qkv=nn.Conv2d(3, 18, 1, bias=False), out=nn.Conv2d(12, 2, 1),
+    depthwise=nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False), grouped=nn.Conv2d(18, 18, 1, groups=9, bias=False)
     batch, _, height, width = x.shape
     first = self.qkv(x)
     z = torch.cat([first, self.grouped(self.depthwise(first))], 1)
     q, k, v = z.reshape(batch, -1, 6, height * width).transpose(-1, -2).chunk(3, -1)
     y = torch.sigmoid(q) @ (torch.sigmoid(k).transpose(-1, -2) @ torch.tanh(v))
     return self.out(y.transpose(-1, -2).reshape(batch, -1, height, width))
-
-
 # scales: scalar against norm, both against the next layer, and the next layer's five units
-@case((3, 4), permutations=[6, 5], scales=7, normalizations=6,
-        parts=lambda: dict(a=nn.Linear(4, 6), norm=nn.BatchNorm1d(6), b=nn.Linear(6, 5), c=nn.Linear(5, 2),
-            scale=nn.Parameter(torch.ones(1)), shift=nn.Parameter(torch.zeros(1))))  # fmt: skip
-def AffineAfterActivation(self: Any, x: Tensor) -> Tensor:
-    """Scalars that multiply and shift a whole activation (as in HGNetV2): one factor for all of its units."""
+# Scalars that multiply and shift a whole activation (as in HGNetV2): one factor for all of its units
+AffineAfterActivation(x=(3, 4)) has [6, 5], scales=7, normalizations=6
+    a=(4, 6), norm=nn.BatchNorm1d(6), b=(6, 5), c=(5, 2), scale=nn.Parameter(torch.ones(1)),
+    shift=nn.Parameter(torch.zeros(1))
     x = self.scale * torch.relu(self.norm(self.a(x))) + self.shift
     return self.c(torch.relu(self.b(x)))
-
-
-@case((2, 3, 6, 6), permutations=[5], scales=5,
-        parts=lambda: dict(a=nn.Conv2d(3, 5, 1), b=nn.Conv2d(5, 2, 1)))  # fmt: skip
-def FoldedWindows(self: Any, x: Tensor) -> Tensor:
-    """Windows are cut out, and summed back into an image."""
+# Windows are cut out, and summed back into an image
+FoldedWindows(x=(2, 3, 6, 6)) has [5], scales=5
+    a=nn.Conv2d(3, 5, 1), b=nn.Conv2d(5, 2, 1)
     return self.b(F.fold(F.unfold(torch.relu(self.a(x)), 3, padding=1), (6, 6), 3, padding=1))
-
-
-@case((2, 3, 5), permutations=[4, 6, 7], scales=4,
-        parts=lambda: dict(read=nn.Linear(5, 4), lstm=nn.LSTMCell(4, 6), gru=nn.GRUCell(6, 7),
-            head=nn.Linear(7, 2)))  # fmt: skip
-def CellLoop(self: Any, x: Tensor) -> Tensor:
-    """An LSTM cell and a GRU cell that are called at every step."""
+# An LSTM cell and a GRU cell that are called at every step
+CellLoop(x=(2, 3, 5)) has [4, 6, 7], scales=4
+    read=(5, 4), lstm=nn.LSTMCell(4, 6), gru=nn.GRUCell(6, 7), head=(7, 2)
     h, c, g = x.new_zeros(len(x), 6), x.new_zeros(len(x), 6), x.new_zeros(len(x), 7)
     for t in range(x.shape[1]):
         h, c = self.lstm(torch.relu(self.read(x[:, t])), (h, c))
         g = self.gru(h, g)
     return self.head(g)
-
-
-@case(torch.tensor([[1, 4, 2], [8, 0, 4]]), permutations=[5], scales=5,
-        parts=lambda: dict(table=nn.EmbeddingBag(9, 5), head=nn.Linear(5, 2)))  # fmt: skip
-def BagOfWords(self: Any, words: Tensor) -> Tensor:
+BagOfWords(words=torch.tensor([[1, 4, 2], [8, 0, 4]])) has [5], scales=5
+    table=nn.EmbeddingBag(9, 5), head=(5, 2)
     return self.head(torch.relu(self.table(words)))
-
-
 # scales: before the filter against it, and the filter against the head
-@case((2, 4, 4, 3), permutations=[5], scales=10,
-        parts=lambda: dict(a=nn.Linear(3, 5), head=nn.Linear(5, 2),
-            weight=nn.Parameter(torch.randn(4, 3, 5, 2))))  # fmt: skip
-def GlobalFilter(self: Any, x: Tensor) -> Tensor:
-    """A filter in the Fourier domain of an image, with complex weights."""
+# A filter in the Fourier domain of an image, with complex weights
+GlobalFilter(x=(2, 4, 4, 3)) has [5], scales=10
+    a=(3, 5), head=(5, 2), weight=[4, 3, 5, 2]
     y = torch.fft.rfft2(self.a(x), dim=(1, 2)) * torch.view_as_complex(self.weight)
     return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
-
-
-class EinsumAttention(nn.Module):
-    """Heads in axes of the weights themselves; ``order`` is how a weight lays out heads (h) and their units (d)."""
-
-    def __init__(self, order: str) -> None:
-        super().__init__()
-        sizes = {"h": 4, "d": 3}
-        shape = [sizes[x] for x in order]
-        self.order, self.embed, self.head = order, nn.Linear(5, 6), nn.Linear(6, 2)
-        self.q, self.k, self.v = (nn.Parameter(torch.randn(6, *shape)) for _ in range(3))
-        self.bias, self.out = nn.Parameter(torch.randn(*shape)), nn.Parameter(torch.randn(*shape, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        o, x = self.order, self.embed(x)
-        q, k, v = (torch.einsum(f"bti,i{o}->bt{o}", x, w) for w in (self.q, self.k, self.v))
-        scores = torch.einsum(f"bt{o},bs{o}->bhts", q + self.bias, k)
-        mixed = torch.einsum(f"bhts,bs{o}->bt{o}", scores.softmax(-1), v)
-        return self.head(torch.einsum(f"bt{o},{o}u->btu", mixed, self.out))
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def einsum_attention() -> nn.Module:
-    return EinsumAttention("hd")
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def einsum_attention_heads_last() -> nn.Module:
-    return EinsumAttention("dh")
-
-
-class HeadsLast(nn.Module):
-    """Linear layers whose outputs are viewed as ``[units, heads]``, all three in one or each on its own."""
-
-    def __init__(self, *, fused: bool) -> None:
-        super().__init__()
-        self.fused, self.embed, self.out, self.head = fused, nn.Linear(5, 6), nn.Linear(12, 6), nn.Linear(6, 2)
-        self.qkv = nn.ModuleList(nn.Linear(6, n) for n in ((36,) if fused else (12, 12, 12)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        x = self.embed(x)
-        if self.fused:
-            q, k, v = self.qkv[0](x).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
-        else:
-            q, k, v = (layer(x).view(b, t, 3, 4).permute(0, 3, 1, 2) for layer in self.qkv)
-        mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def heads_last() -> nn.Module:
-    return HeadsLast(fused=False)
-
-
-@case((2, 4, 5), permutations=[6, 6, 4, (4, 3), (4, 3)], scales=36)
-def heads_last_fused() -> nn.Module:
-    return HeadsLast(fused=True)
-
-
+# Heads (h) in axes of the weights themselves, behind those of their units (d)
+EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36
+    embed=(5, 6), head=(6, 2), bias=[3, 4], q=[6, 3, 4], k=[6, 3, 4], v=[6, 3, 4], out=[3, 4, 6]
+    x = self.embed(x)
+    q, k, v = (torch.einsum("bti,idh->btdh", x, w) for w in (self.q, self.k, self.v))
+    scores = torch.einsum("btdh,bsdh->bhts", q + self.bias, k)
+    mixed = torch.einsum("bhts,bsdh->btdh", scores.softmax(-1), v)
+    return self.head(torch.einsum("btdh,dhu->btu", mixed, self.out))
+# A linear layer whose outputs are viewed as ``[units, heads]``
+HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36
+    embed=(5, 6), qkv=(6, 36), out=(12, 6), head=(6, 2)
+    b, t, _ = x.shape
+    q, k, v = self.qkv(self.embed(x)).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
+    mixed = F.scaled_dot_product_attention(q, k, v)
+    return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
 # stream 6, experts' outputs 6, experts 4, 7 units in each; scales: 6 and 6, 28 linear halves against the way down
-@case((2, 3, 5), permutations=[6, 6, 4, (4, 7)], scales=40,
-        parts=lambda: dict(embed=nn.Linear(5, 6), router=nn.Linear(6, 4), head=nn.Linear(6, 2),
-            up=nn.Parameter(torch.randn(4, 6, 14)), bias=nn.Parameter(torch.randn(4, 14)),
-            down=nn.Parameter(torch.randn(4, 7, 6))))  # fmt: skip
-def StackedExperts(self: Any, x: Tensor) -> Tensor:
-    """Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count."""
+# Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count
+StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40
+    embed=(5, 6), router=(6, 4), head=(6, 2), up=[4, 6, 14], bias=[4, 14], down=[4, 7, 6]
     tokens = self.embed(x).flatten(0, 1)
     gates = self.router(tokens).softmax(-1)
     values, chosen = gates.topk(2, -1)
@@ -661,12 +390,15 @@ def StackedExperts(self: Any, x: Tensor) -> Tensor:
     gate, up = up[..., ::2], up[..., 1::2]
     y = torch.bmm(up * F.silu(gate), self.down)
     return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
+"""
 
 
-@case((3, 5), permutations=[6, 4, (4, 7)], scales=34,
-        parts=lambda: dict(router=nn.Linear(5, 4), head=nn.Linear(6, 2), up=nn.Parameter(torch.randn(4, 5, 7)),
-            down=nn.Parameter(torch.randn(4, 7, 6))))  # fmt: skip
-def EinsumExperts(self: Any, x: Tensor) -> Tensor:
-    """Experts that all read the same tokens, each with units of its own."""
-    hidden = torch.relu(torch.einsum("bi,eif->bef", x, self.up))
-    return self.head(torch.einsum("bef,efo,be->bo", hidden, self.down, self.router(x).softmax(-1)))
+def case(entry: Entry) -> Case:
+    def counted(permutations: list[Any], scales: int = 0, normalizations: int = 0) -> Case:
+        shapes = [(p,) if isinstance(p, int) else p for p in permutations]
+        return Case(entry.name, entry.build, lambda: entry.inputs(7, torch.float64), shapes, scales, normalizations)
+
+    return eval(f"counted({entry.words.removeprefix('has ')})")
+
+
+CASES = [case(entry) for entry in entries(SOURCE, globals())]

@@ -11,7 +11,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=generator(seed), dtype=dtype)
+    return torch.randn(shape, generator=generator(seed), dtype=dtype, device="cpu")
 
 
 def probabilities(*shape: int, seed: int = 0) -> Tensor:

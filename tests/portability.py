@@ -9,7 +9,6 @@
   numbers stay, since they round nowhere.
 - ``--displace-files``: what the safetensors library reads lies 8 bytes off 64, as most of a file does.
 - ``--shuffle=SEED``: modules, and tests within them, in random order.
-- ``--part=K/N``: of every N tests the one at K, from all over the suite, where a machine has no time for all.
 - ``--warnings-are-errors``: but for the library's own, and for those of other libraries that pyproject.toml names.
 """
 
@@ -33,19 +32,15 @@ PRODUCTS = {
     "convolution": (0, 1), "convolution_backward": (0, 1, 2),
 }  # fmt: skip
 IN_PLACE = ("addmm", "baddbmm", "addmv")
+OPEN = safetensors.safe_open
 _KEPT: list[Any] = []  # a library that is collected takes its kernels away
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("portability")
-    group.addoption("--perturb-products", action="store_true", help="round as other processors do")
-    group.addoption("--perturb-shapes", action="store_true", help="the same for all products, by their shapes")
-    group.addoption("--displace-files", action="store_true", help="read tensors to odd addresses")
-    group.addoption("--shuffle", type=int, metavar="SEED", help="run tests in random order")
-    group.addoption("--part", metavar="K/N", help="one test of every N")
-    group.addoption(
-        "--warnings-are-errors", action="store_true", help="but for the library's and those that pyproject.toml names"
-    )
+    for option in ("--perturb-products", "--perturb-shapes", "--displace-files", "--warnings-are-errors"):
+        group.addoption(option, action="store_true")
+    group.addoption("--shuffle", type=int, metavar="SEED")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,9 +67,6 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)  # after tests that nobody asked for are left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.option.part is not None:
-        number, parts = map(int, config.option.part.split("/"))
-        items[:] = items[number % parts :: parts]
     if config.option.shuffle is None:
         return
     modules: dict[str, list[pytest.Item]] = {}
@@ -120,66 +112,58 @@ def perturb_products(*, every: bool = False) -> None:
     """Put kernels before torch's own, on the CPU: below automatic differentiation, ``torch.func`` and tracing."""
     library = torch.library.Library("aten", "IMPL")
     _KEPT.append(library)
-    names = [f"{n}{s}" for n in PRODUCTS for s in ("", ".out") if not n.startswith("conv") or not s]
-    for name in [*names, *(f"{n}_" for n in IN_PLACE)]:
-        places = PRODUCTS[name.partition(".")[0].rstrip("_")]
-        original = torch.library.get_kernel(f"aten::{name}", "CPU")
-
-        inner = not name.startswith("convolution")
-
-        def product(
-            keys: Any, *args: Any, _original: Any = original, _places: Any = places, _inner: bool = inner, **kwargs: Any
-        ) -> Any:
-            result = _original.call_boxed(keys, *args, **kwargs)
-            single = _inner and args[_places[0]].shape[-1] == 1  # nothing is added up: rounded alike everywhere
-            factors = [args[place] for place in _places]
-            if not single and (every or any(odd(factor) for factor in factors)):
-                perturb(result, factors if every else None)
-            return result
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is replaced
-            library.impl(name, product, "CPU", with_keyset=True, allow_override=True)
+    kinds = {name: ("", ".out", "_")[: 3 if name in IN_PLACE else 2] for name in PRODUCTS}
+    kinds |= {name: ("",) for name in PRODUCTS if name.startswith("convolution")}
+    for name, places in PRODUCTS.items():
+        for kind in kinds[name]:
+            kernel = perturbed(torch.library.get_kernel(f"aten::{name}{kind}", "CPU"), name, places, every)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that a kernel is replaced
+                library.impl(f"{name}{kind}", kernel, "CPU", with_keyset=True, allow_override=True)
 
 
-class Slice:
-    def __init__(self, opened: Any) -> None:
-        self.opened = opened
+def perturbed(original: Any, name: str, places: tuple[int, ...], every: bool) -> Any:
+    inner = not name.startswith("convolution")
 
-    def __getitem__(self, index: Any) -> Tensor:
-        return displaced(self.opened[index])
+    def product(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.call_boxed(keys, *args, **kwargs)
+        single = inner and args[places[0]].shape[-1] == 1  # nothing is added up: rounded alike everywhere
+        factors = [args[place] for place in places]
+        if not single and (every or any(odd(factor) for factor in factors)):
+            perturb(result, factors if every else None)
+        return result
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.opened, name)
+    return product
 
 
 class Opened:
-    """``safetensors.safe_open`` with tensors that lie elsewhere."""
+    """``safetensors.safe_open``, or a slice of it, with tensors that lie elsewhere."""
 
-    open = safetensors.safe_open
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.file = type(self).open(*args, **kwargs)
+    def __init__(self, *args: Any, inner: Any = None, **kwargs: Any) -> None:
+        self.inner = inner or OPEN(*args, **kwargs)
 
     def __enter__(self) -> Opened:
-        self.file.__enter__()
+        self.inner.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.file.__exit__(*error)
+        self.inner.__exit__(*error)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.file, name)
+        return getattr(self.inner, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return displaced(self.inner[index])
 
     def get_tensor(self, name: str) -> Tensor:
-        return displaced(self.file.get_tensor(name))
+        return displaced(self.inner.get_tensor(name))
 
-    def get_slice(self, name: str) -> Slice:
-        return Slice(self.file.get_slice(name))
+    def get_slice(self, name: str) -> Opened:
+        return Opened(inner=self.inner.get_slice(name))
 
 
 def displace_files() -> None:
     """Before anything has imported the function by its name."""
-    early = [name for name, module in sys.modules.items() if getattr(module, "safe_open", None) is Opened.open]
+    early = [name for name, module in sys.modules.items() if getattr(module, "safe_open", None) is OPEN]
     for name in early:
         setattr(sys.modules[name], "safe_open", Opened)  # noqa: B010

@@ -1,35 +1,368 @@
 """Random modules for the symmetry tests: ordinary torch code, made from a seed.
 
 Building a module is writing its source and executing it, so that what is tested, what is printed in a failure and what a
-user would write are the same text. The generator keeps a pool of values, computed as it goes: an operator (``@operator``
-below) looks at their shapes, and one that does not fit draws something else. Some operators *plant* a hidden layer that
-nothing else can touch: ``Module.planted`` names those that an output depends on, a lower bound on what has to be found.
+user would write are the same text. The generator keeps a pool of values, computed as it goes: what does not fit their
+shapes raises, and another operator is drawn. Some operators *plant* a hidden layer that nothing else can touch:
+``Module.planted`` names those that an output depends on, a lower bound on what has to be found.
+
+An operator of the table is a line ``name weight axes words`` and its programs, each on a line (indented further where it
+goes on) or behind a ``|``. In a program ``x`` is a value with one of these numbers of axes, ``y`` another one (``same``: of
+its shape; ``rows``: which differs in the number of features only), ``r`` and ``other`` are results, ``;`` ends a line,
+``{a | b}`` is a choice, and ``@name`` a program of the lists. Capitals are the numbers of ``SYMBOLS``. Behind ``<-`` stand
+the parts that are read: ``l=(N, O)`` is a linear layer, ``p=[N]`` a parameter, ``m=~...`` a buffer; ``self.AGAIN`` is a
+linear layer of earlier that takes N features, ``self.BACK`` one that gives them.
 """
 
 from __future__ import annotations
 
 import itertools
-import linecache
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from written import executed
 
 IMPORTS = "import torch\nfrom torch import nn\nfrom torch.nn import functional as F\n"
 
+PROGRAMS = """
+plain
+    torch.relu(z) | torch.relu(z) | F.relu(z) | torch.tanh(z) | F.gelu(z) | F.leaky_relu(z, 0.1) | torch.sigmoid(z) | z.abs()
+act
+    @plain | torch.sin(z) | F.silu(z) | F.elu(z) | F.hardtanh(z) | F.relu6(z) | z ** 2 | z * z | torch.relu(z) ** 2 | -z
+    @plain | 2.0 * z | z / 3 | z.clamp(min=0) | z.clamp(-1, 1) | F.softplus(z) | torch.exp(-z.abs()) | (z.abs() + 1e-6).sqrt()
+    @plain | torch.atan(z) | z.sign() * z | F.dropout(z, 0.5, self.training) | z.clone() | z.detach() | z.contiguous()
+    F.mish(z) | torch.where(z > 0, z, 0.3 * z) | F.threshold(z, 0.0, 0.0) | z.float() | torch.square(z) | 1 - z | z + 1
+    z + (torch.relu(z) - z).detach() | z * 0.5 - 0.1 | torch.clamp(z, min=1e-6) | F.hardswish(z) | torch.nan_to_num(z)
+    torch.addcmul(z, z, z, value=0.5) | torch.lerp(z, torch.relu(z), 0.3) | z.masked_fill(z < 0, 0.0) | z * (z > 0)
+    torch.logit(z.sigmoid() * 0.9 + 0.05)
+met
+    x * c | x + c | c + x | torch.where(c > 0, x, torch.relu(x)) | x * c + c
+sum
+    a | a + b | b + a | torch.relu(a + b) | a * b | a - b | torch.maximum(a, b)
+norm
+    q, k = q, k; | q, k = q, k; | q, k = F.layer_norm(q, (U,)), F.layer_norm(k, (U,)); | q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1);
+    q, k = F.rms_norm(q, (U,)), F.rms_norm(k, (U,)); | q, k = self.n(q), self.n(k); | q, k = torch.relu(q), torch.relu(k); | q = q * self.p;
+mixed
+    F.scaled_dot_product_attention(q, k, v{ | , is_causal=True}) | ((q @ k.transpose(-1, -2)) * U ** -0.5).softmax(-1) @ v
+    torch.einsum('bhij,bhjd->bhid', torch.einsum('bhid,bhjd->bhij', q, k).softmax(-1), v)
+    (q @ k.transpose(-1, -2)).masked_fill(torch.ones(S, S).triu(1).bool(), {float('-inf') | -1e9}).softmax(-1) @ v
+    q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v) | F.normalize(torch.relu(q @ k.transpose(-1, -2)), 1, -1) @ v
+    ((q @ k.transpose(-1, -2)).softmax(-1) - (q @ k.transpose(-1, -2)).softmax(-1).mean(1, keepdim=True)) @ v
+heads
+    l=(N, 3 * E * U); o=(E * U, O); p=[E, 1, 1]; n=nn.{LayerNorm | RMSNorm}(U)
+experts
+    r = torch.einsum('...MID,DOWN->...o', z, LOWER) | r = self.f(z.flatten(-2)) | r = z.mean({-1 | -2})
+    g = self.g(x).softmax(-1); r = torch.einsum('...MID,DOWN,...e->...o', z, LOWER, g)
+    g = self.g(x).softmax(-1); r = (torch.einsum('...MID,DOWN->...eo', z, LOWER) * g[..., None]).sum(-2)
+    g = torch.einsum('btMID,bsMID->bets', z, z.flip(1)).softmax(-1); z = torch.einsum('bets,bsMID->btMID', g, z);
+        r = torch.einsum('btMID,DOWN->bto', z, LOWER)
+copies
+    a.repeat(E, 1).view(E, -1, N) | a.expand(E, -1, -1) | torch.stack([a] * E)
+gates
+    z = torch.bmm(z, self.d); g = self.g(x).flatten(0, -2).softmax(-1); {g = torch.zeros_like(g).scatter(1, g.topk(2, -1)[1], 1.0) * g; | }
+        r = {(z * g.t()[..., None]).sum(0) | torch.einsum('teo,te->to', z.transpose(0, 1), g)}.view(LEAD, O)
+rows
+    t[:n].sum(0) | t[n] | t[torch.arange(n)].amax(0) | t.narrow(0, 0, n).sum(0) | F.embedding(torch.arange(n), t).sum(0)
+    F.normalize(t[:n], dim=-1).sum(0) | t.split([n, 6 - n])[0].sum(0) | t.unbind(0)[n]
+weights
+    (torch.arange(6) < n).float() | (torch.arange(6.) / n).tanh() | F.one_hot(torch.tensor(n), 6).float()
+way
+    @act | @act | @act | z.cumsum(-1) | z.sort(-1)[0]
+equal
+    z | torch.relu(z) | z.sigmoid() | F.leaky_relu(z) | z.softmax(-1) | z - z.relu() | F.elu(z, 0.0) | F.dropout(z, 0.5, False)
+    F.layer_norm(z, z.shape[-1:]) | z * z.relu() | z.exp()
+output
+    z | z | z | z | z | z | z | z | z | z | z.softmax(-1) | z.log_softmax(-1) | (z / 0.1).tanh() | z.argmax(-1) | z.max(-1)[0]
+    z.max(-1)[1] | z.min(-1)[1] | z.topk(1, -1)[1] | z > 0 | z.argsort(-1) | z.median(-1)[1] | z.sort(-1)[1] | z.norm(dim=-1)
+    z.masked_fill(z < -1, float('-inf')) | z.masked_fill(z < 0, -1e9) | torch.cat([z, 0 * z], -1) | z.sum()
+"""
 
-def executed(source: str, name: str, space: dict[str, Any]) -> dict[str, Any]:
-    """The names that a source defines, which tracebacks show."""
-    file = f"<{name} {hash(source) & 0xFFFFFFFF:08x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    space = dict(space)
-    exec(compile(source, file, "exec"), space)
-    return space
+OPERATORS = """
+linear 4 23 shared
+    self.l(x) <- l=(N, O)
+planted 4 23
+    z = self.planted(x); r = self.l(@act) <- planted=(N, O); l=(O, P)
+activation 6 234
+    z = x; r = @act
+layer_and_activation 2 23 shared
+    z = self.l(x); r = @plain <- l=(N, O)
+called_again 1.5 23
+    self.AGAIN(x)
+tied 1.5 23
+    x @ self.BACK.weight | F.linear(x, self.BACK.weight.t())
+    x @ self.AGAIN.weight.T | F.linear(x, self.AGAIN.weight)
+    self.l(x) <- l=(N, self.AGAIN.out_features); l.weight=self.AGAIN.weight
+    x + self.AGAIN.weight.mean(0)
+
+residual 5 234 same
+    x + y | x + y | y + x | x - y | x * y | torch.maximum(x, y) | torch.where(x > y, x, y) | torch.add(x, y, alpha=0.5)
+    x * torch.sigmoid(y) | torch.stack([x, y]).mean(0) | torch.stack([x, y], -1).amax(-1) | 0.5 * (x + y) | torch.relu(x + y)
+    x + y.detach() | torch.lerp(x, y, 0.3) | (x, y)[0] + (x, y)[1]
+branch 3 23
+    z = self.l(x); z = @plain; r = {x + z | z + x | x * torch.sigmoid(z) | z - x | x + 0.1 * z} <- l=(N, N)
+matched_sum 2 23 rows
+    z = self.l(y); r = {x + z | z + x | torch.relu(x) + z | torch.relu(x + z)} <- l=(M, N)
+joined 2 234 rows
+    torch.cat([x, y], A) | torch.cat([x, x], A) | torch.cat([y, x, y], A) | torch.cat([torch.relu(x), torch.relu(-x)], A)
+    torch.hstack([x, y])
+
+padded 3 23 rows
+    a = F.pad(x, {(1, 1) | (0, 2) | (2, 0)}{ | , value=1.0}); b = self.l(y); r = @sum <- l=(M, N + 2)
+    a = torch.cat([x, {torch.zeros(LEAD, 2) | x.new_zeros(LEAD, 2)}], -1); b = self.l(y); r = @sum <- l=(M, N + 2)
+    a = torch.cat([torch.ones(LEAD, 2), x], -1); b = self.l(y); r = @sum <- l=(M, N + 2)
+    a = torch.cat([x, torch.full((LEAD, 2), 0.5), torch.zeros(LEAD, 1)], -1); b = self.l(y); r = @sum <- l=(M, N + 3)
+    a = torch.cat([x, torch.zeros_like(x)], -1); b = self.l(y); r = @sum <- l=(M, 2 * N)
+padded_image 1 4
+    F.pad(x, (0, 0, 0, 0, {1, 1 | 0, 2 | 2, 0})) | torch.cat([x, torch.zeros_like(x)], 1) | torch.cat([x, torch.zeros(B, 2, H, W)], 1)
+constant 2 23
+    c = torch.tensor(CONSTANTS); r = @met
+    c = {torch.arange(N) | torch.linspace(0, 1, N) | torch.ones(N) | torch.arange(N) % 2}; r = @met
+    c = {(torch.arange(N) // 2).float() | torch.eye(N)[0] | torch.full((N,), 0.3)}; r = @met
+    c = self.m; r = @met <- m={ | ~}torch.tensor(CONSTANTS)
+    c = self.m; r = @met <- m=~torch.tensor(CONSTANTS), persistent=False
+mask 2 23
+    x * {self.m | self.m.float()} <- m=~torch.tensor(BITS)
+    {x.masked_fill(self.m, 0.0) | torch.where(self.m, x, torch.tanh(x)) | x.masked_fill(~self.m, 0.5)} <- m=~torch.tensor(BITS)
+    x * self.m <- m=~torch.tensor(WHOLE)
+    {x[..., self.m] | x.index_select(-1, self.m) | x.index_select(-1, self.m) + x} <- m=~torch.tensor(ORDER)
+    x[..., self.m] <- m=~torch.tensor(KEPT)
+    F.linear(x, self.l.weight * self.m) <- l=(N, O); m=~torch.tensor(ROWS){ | .float()}
+    x * self.m <- m=~torch.tensor(TOKENS)
+edited 1.5 23
+    w = self.l.weight; r = {x @ (w + torch.eye(N)) | x + x @ w | x @ torch.block_diag(w[:1, :1], w[1:, 1:])} <- l=(N, N)
+    w = self.l.weight; r = F.linear(x, {w + torch.eye(N) | w.triu() | w + w.T | w.softmax(-1) | w.cumsum(0)}) <- l=(N, N)
+    w = self.l.weight; r = F.linear(x, {F.normalize(w, dim=1) | w / w.norm() | w.abs() | w.flip(0) | w.sign()}) <- l=(N, N)
+    w = self.l.weight; r = F.linear(x, {w - w.mean(1, keepdim=True) | torch.sigmoid(w) | w * w}) <- l=(N, N)
+    w = self.l.weight; r = F.linear(x, {torch.roll(w, 1, 0) | w.detach().clone()}) <- l=(N, N)
+own 2 23
+    {x * self.p | x + self.p | x * torch.exp(self.p)} <- p=[N]
+    {x * self.p | x + self.p * torch.tanh(x) | torch.relu(x) * self.p | x + self.p} <- p={[()] | [1]}
+    self.p * x + self.q <- p=[N]; q=[N]
+    c = x * self.p; r = {c.real | c.abs() | torch.view_as_real(c).flatten(-2)} <- p=[N, dtype=torch.complex64]
+    (x * torch.view_as_complex(self.p)).real <- p=[N, 2]
+    self.l(x) <- l=nn.PReLU({ | N})
+    x {+ | *} self.p <- p={[S, N] | [1, S, N] | [S, 1] | [1, 1, N]}
+    {x @ self.p | torch.matmul(x, self.p) | torch.einsum('...i,io->...o', x, self.p)} <- p=[N, O]
+
+cut 2 23
+    x[..., {1: | :-1 | ::2 | 1::2 | :K | K:}]
+parts 2 234
+    r, other = {x.chunk(2, A) | torch.split(x, N // 2, dim=A)} | other, r = x.tensor_split(2, A) | F.glu(x, A)
+    a, c = x.chunk(2, A); r = {a * torch.sigmoid(c) | torch.relu(a) + c | torch.maximum(a, c)}
+    a, c = x.chunk(2, A); r = torch.cat([{c, a | a, torch.tanh(c)}], A)
+moved 2 234
+    x.flip(A) | torch.roll(x, 1, A) | x.index_select(A, torch.tensor(ORDER)) | torch.repeat_interleave(x, 2, A) | torch.cat([x, x], A)
+    x + x.flip(A) | {x.repeat(1, 2) | x.repeat(1, 1, 2) | x.repeat(1, 2, 1, 1)} | torch.roll(x, 1, 1) | x[..., torch.tensor(ORDER)]
+    x.unsqueeze(1).expand(-1, 2, *x.shape[1:]).flatten(1, 2) | x.flatten(1) | x.reshape(B, -1)
+    x.unflatten(A, (-1, 2)).transpose(A, A + 1).flatten(A, A + 1)
+vector 0.4 2
+    x.view(B, N // 2, 2) | x.reshape(B, 2, N // 2) | x.unsqueeze(1) | x.unsqueeze(-1)
+sequence 0.6 3
+    x.mean(1) | x.flatten(1) | x[:, 0] | x[:, -1] | x.amax(1) | x.sum(1) | x.transpose(1, 2){ | .unsqueeze(-1)} | x.std(1)
+    torch.cat([x.mean(1), x.amax(1)], -1) | x.flatten(0, 1)
+no_image 0.5 4
+    x.mean((2, 3)) | x.flatten(1) | x.amax((-2, -1)) | x.flatten(2).transpose(1, 2) | x[:, :, 0, 0] | x.permute(0, 2, 3, 1).flatten(1, 2)
+    F.adaptive_avg_pool2d(x, 1).flatten(1) | F.adaptive_max_pool2d(x, 1).squeeze(-1).squeeze(-1)
+
+written_copy 2 23
+    r = x.clone(); r[..., {0 | ::2 | torch.tensor([0, K])}] = {1 | 0.5} | r = x.clone(); r[..., :K]{ *= 2 | .relu_()}
+    r = x.clone(); {r[..., K:] = torch.tanh(r[..., K:]) | r[r < 0] = 0 | r.diagonal().zero_() | r += self.l(x)} <- l=(N, N)
+    r = x + 0; {r.chunk(2, -1)[0].mul_(0.5) | r.split([K, N - K], -1)[1].tanh_() | r.unbind(-1)[1].zero_() | r[:, -1].add_(1)}
+    r = x + 0; r.narrow(-1, 0, K).copy_(torch.sigmoid(x.narrow(-1, 0, K)))
+    r = torch.zeros_like(x); {r[..., :K] = x[..., :K] | r += x} | r = torch.empty_like(x); r.copy_(x); r.clamp_(min=0)
+    r = x.clone(); a, c = r[..., :1], r[..., 1:]; a.add_(c.sum(-1, keepdim=True))
+    r = x.clone(); r.index_{fill_(-1, torch.tensor([0, K]), 0.0) | copy_(-1, torch.tensor([0]), x[..., 1:2])}
+    r = x.clone(); r.index_add_(-1, torch.tensor([0, 1]), x[..., :2])
+written_layer 1 23
+    r = self.l(x); {r[..., :K] += x[..., :K] | r.mul_(torch.sigmoid(x)) | r.relu_() | torch.relu_(r); r = r.add(1)} <- l=(N, N)
+    r = self.l(x); {r.masked_fill_(r < 0, 0) | v = r.view(-1, N); v[0].zero_() | r.transpose(0, -1)[0] = 0} <- l=(N, N)
+written_for_later_readers 0.7 23 made
+    {x.mul_(2) | x[..., 0] = 0 | x.relu_() | x[..., :2].tanh_()}; r = x * 1
+buffer 0.7 2
+    {self.m.mul_(0.9).add_(0.1 * x.detach().mean(0)); r = x - self.m | self.m += 1; r = x * self.m} <- m=~torch.zeros(N)
+    {self.m = 0.9 * self.m + 0.1 * x.mean(0); r = x + self.m | self.m.copy_(x.mean(0)); r = x + 1} <- m=~torch.zeros(N)
+
+reduced 3 23
+    x / x.norm(dim=D, keepdim=True) | x / (x.std(D, keepdim=True) + 1e-5) | x - x.mean(D, keepdim=True) | x.softmax(D)
+    x / x.abs().amax(D, keepdim=True).clamp(min=1e-6) | F.normalize(x, dim=D) | x * x.sum(D, keepdim=True) | x.log_softmax(D)
+    x * torch.sigmoid(x.mean(D, keepdim=True)) | x / (x.norm(dim=D, keepdim=True) + 1e-6) | x.cumsum(D) | x.sort(D)[0]
+    (x - x.mean(D, True)) / (x.var(D, keepdim=True) + 1e-5).sqrt() | x * torch.rsqrt(x.pow(2).mean(D, keepdim=True) + 1e-5)
+    x - x.logsumexp(D, keepdim=True) | torch.linalg.vector_norm(x, dim=D, keepdim=True) + x | x * x.amax(D, keepdim=True)
+    torch.cat([x, x.sum(D, keepdim=True)], D) | x / (x.abs().sum(D, keepdim=True) + 1e-8) | x / x.norm().clamp_min(1e-6)
+    torch.linalg.vector_norm(x, ord=0, dim=D, keepdim=True) * x | x - x.min(D, keepdim=True)[0] | x.cummax(D)[0]
+    x - x.median(D, keepdim=True)[0] | (x == x.amax(D, keepdim=True)) * x | x * (x > x.mean()) | x / x.std(unbiased=False)
+    x.prod(D, keepdim=True) + x | F.softmin(x, dim=D) | x.topk(2, D)[0] | x.kthvalue(2, D, keepdim=True)[0] + x
+    x.aminmax(dim=D, keepdim=True)[1] - x
+normalized 2 23
+    {self.n(x) | self.n(x) + x} <- n=nn.{LayerNorm(N) | LayerNorm(N, elementwise_affine=False) | RMSNorm(N) | BatchNorm1d(N)}
+    {self.n(x) | self.n(x.transpose(1, 2)).transpose(1, 2)} <- n=nn.{BatchNorm1d(N{ | , affine=False}) | GroupNorm(G, N)}
+    F.layer_norm(x, {(N,) | x.shape[1:]}) | F.rms_norm(x, (N,){ | , eps=1e-6}) | F.instance_norm(x)
+normalized_image 1 4
+    self.n(x) <- n=nn.{BatchNorm2d(N) | GroupNorm({1 | G}, N) | InstanceNorm2d(N{ | , affine=True})}
+    F.local_response_norm(x, 2) | self.n(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) <- n=nn.LayerNorm(N)
+normalized_layer 1 2
+    z = self.l(x); r = torch.relu({F.layer_norm(z, (O,)) | F.normalize(z, dim=-1) | F.rms_norm(z, (O,), eps=1e-6)}) <- l=(N, O)
+    torch.relu(self.n(self.l(x))) <- l=(N, O); n=nn.{BatchNorm1d | LayerNorm | RMSNorm}(O)
+
+product 1.3 2 rows
+    torch.einsum('bi,oij,bj->bo', x, self.p, y) <- p=[O, N, M]
+    {torch.einsum('bi,ij,bj->b', x, self.p, y).unsqueeze(-1) | (x @ self.p * y).sum(-1, keepdim=True)} <- p=[N, M]
+    self.l(x, y) <- l=nn.Bilinear(N, M, O)
+    self.l({(x.unsqueeze(2) * y.unsqueeze(1)) | torch.bmm(x.unsqueeze(2), y.unsqueeze(1))}.flatten(1)) <- l=(N * M, O)
+    self.l(torch.einsum('bi,bj->bij', x, x).flatten(1)) <- l=(N * N, O)
+    torch.relu(x.unsqueeze(-1) * self.p).flatten(1) <- p=[N, 2]
+    self.l(torch.relu(x @ {y | x}.T)) <- l=(B, O)
+    {torch.cdist(x, self.p) | F.cosine_similarity(x.unsqueeze(1), self.p, dim=-1) | (x.unsqueeze(1) - self.p).pow(2).sum(-1)} <- p=[O, N]
+    torch.vmap(torch.outer)(x, y).flatten(1)
+product_of_tokens 0.7 3
+    self.l((x.transpose(1, 2) @ x / x.shape[1]).flatten(1)) <- l=(N * N, O)
+    x.transpose(1, 2) @ x | torch.einsum('bti,btj->bij', x, x).flatten(1) | torch.cdist(x, x)
+    self.l(x @ x.transpose(1, 2)) <- l=(S, O)
+    torch.einsum('bti,ij,bsj->bts', x, self.p, x) <- p=[N, N]
+attention 2.2 3
+    q, k, v = self.l(x).{view(B, S, 3, E, U).permute(2, 0, 3, 1, 4) | view(B, S, E, 3, U).permute(3, 0, 2, 1, 4)}; @norm z = @mixed;
+        r = self.o(z.transpose(1, 2).{reshape(B, S, E * U) | flatten(2)}) <- @heads
+    q, k, v = self.l(x).view(B, S, E, 3 * U).transpose(1, 2).chunk(3, -1); @norm z = @mixed;
+        r = self.o(torch.cat(z.unbind(1), -1)) <- @heads
+    q, k, v = (z.view(B, S, E, U).transpose(1, 2) for z in self.l(x).{chunk(3, -1) | unflatten(-1, (3, E * U)).unbind(2)}); @norm
+        z = @mixed; r = self.o(z.transpose(1, 2).flatten(2)) <- @heads
+    q, k, v = self.l(x).view(B, S, 3, U, E).permute(2, 0, 4, 1, 3); @norm z = @mixed;
+        r = self.o(z.permute(0, 2, 3, 1).flatten(2)) <- @heads
+    q, k, v = (z.view(B, S, U, E).permute(0, 3, 1, 2) for z in self.l(x).chunk(3, -1)); @norm z = @mixed;
+        r = self.o(z.permute(0, 2, 3, 1).flatten(2)) <- @heads
+multihead 0.4 3 same
+    {self.l(x, y, y)[0] | self.l(x, x, x, need_weights=False)[0]} <- l=nn.MultiheadAttention(N, G, batch_first=True)
+stacked 1.7 23
+    a = torch.einsum('...i,UP->...MID', x, UPPER); z = a{ | + self.c}; z = @plain; @experts <- u=[UPSHAPE]; d=[DOWNSHAPE]; c=[MIDDLE];
+        g=(N, E); f=(E * V, O)
+batched 0.8 23
+    a = x.flatten(0, -2); z = torch.bmm(@copies, self.u){ | + self.c[:, None]}; z = @plain; @gates <- u=[E, N, V]; c=[E, V];
+        d=[E, V, O]; g=(N, E)
+    a = x.flatten(0, -2); z = torch.bmm(@copies, self.u.transpose(1, 2)){ | + self.c.unsqueeze(1)};
+        a, c = {z.chunk(2, -1) | z[..., ::2], z[..., 1::2]}; z = a * torch.sigmoid(c); @gates <- u=[E, 2 * V, N]; c=[E, 2 * V];
+        d=[E, V, O]; g=(N, E)
+
+convolution 4 4
+    self.l(x) <- l=nn.Conv2d(N, O, {1 | 1, bias=False | 3, padding=1 | 3, padding=1, padding_mode='circular'})
+    self.l(x) <- l=nn.Conv2d(N, N, 3, padding=1, groups={N | G, bias=False})
+    self.l(x) <- l=nn.Conv2d(N, {2 * N, 1, groups=N | G, 1, groups=G | 2 * G, 1, groups=G})
+    self.l(x) <- l=nn.ConvTranspose2d(N, {O, 1 | N, 1, groups=G})
+planted_convolution 2 4
+    z = {self.planted(x) | self.n(self.planted(x))}; r = self.l(@plain) <- planted=nn.Conv2d(N, O, {1 | 3, padding=1});
+        n=nn.{BatchNorm2d | InstanceNorm2d}(O); l=nn.Conv2d(O, P, 1)
+image 3 4
+    F.{max | avg}_pool2d(x, 2, ceil_mode=True) | F.interpolate(x, {scale_factor=2 | size=(4, 4), mode='bilinear'}) | F.unfold(x, 2).transpose(1, 2)
+    x.mean((2, 3), keepdim=True) | F.adaptive_avg_pool2d(x, 2) | torch.roll(x, (1, 1), (2, 3)) | F.pad(x, (1, 1, 1, 1), mode='reflect')
+    torch.rot90(x, 1, (2, 3)) | F.pixel_unshuffle(x, 2) | x.amax(1, keepdim=True) * x | x.softmax(1) | x[:, {1: | :-1 | ::2 | :K}]
+    x.flatten(2).softmax(-1).view(B, N, H, W) | x.view(B, 2, N // 2, H, W).transpose(1, 2).reshape(B, N, H, W) | x.view(B, N // 2, 2, H, W).amax(2)
+    torch.cat([x.chunk(2, 1)[0], torch.relu(x.chunk(2, 1)[1])], 1) | F.pixel_shuffle({x | F.channel_shuffle(x, 2) | torch.cat([x, x], 1)}, 2)
+    self.l(x.flatten(1)) <- l=(N * H * W, O)
+    x * torch.sigmoid(self.l(x.mean((2, 3), keepdim=True))) <- l=nn.Conv2d(N, N, 1)
+    x * torch.sigmoid(self.l(x.mean((2, 3))))[:, :, None, None] <- l=(N, N)
+    {x + self.l(x) | self.l(x) + x} <- l=nn.Conv2d(N, N, {3, padding=1 | 1, bias=False})
+    x * self.p <- p=[N, 1, 1]
+    self.l(x) <- l=nn.PReLU(N)
+    x * torch.sigmoid(self.l(torch.cat([x.mean(1, keepdim=True), x.amax(1, keepdim=True)], 1))) <- l=nn.Conv2d(2, 1, 3, padding=1)
+    torch.fft.irfft2(torch.fft.rfft2(x) * self.p, s=(H, W)) <- p=[N, H, W // 2 + 1, dtype=torch.complex64]
+    self.l((x.flatten(2) @ x.flatten(2).transpose(1, 2)).flatten(1)) <- l=(N * N, O)
+    F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 1, 1)) + self.l(x) <- l=nn.Conv2d(N, N + 2, 1, stride=2)
+    self.l(x) + F.pad(x, (0, 0, 0, 0, 0, 2)) <- l=nn.Conv2d(N, N + 2, 1)
+    self.l(x).chunk(2, 1)[0] + x.chunk(2, 1)[1] <- l=nn.Conv2d(N, N, 1, groups=2)
+convolution_of_a_sequence 1 3
+    self.l(x) <- l=nn.Conv1d(S, O, 1)
+    self.l(x.transpose(1, 2)).transpose(1, 2) <- l=nn.Conv1d(N, {O, 3, padding=1 | N, 3, padding=1, groups=N})
+    self.l(x.transpose(1, 2)).transpose(1, 2) + x <- l=(S, S)
+    F.{avg | max}_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
+recurrent 1.2 3
+    c = x.new_zeros(B, O); for t in range(S): c = self.l(x[:, t], c); r = c <- l=nn.{RNNCell(N, O{ | , nonlinearity='relu'}) | GRUCell(N, O)}
+    c = torch.zeros(B, O), torch.zeros(B, O); for t in range(S): c = self.l(x[:, t], c); r = c[0] <- l=nn.LSTMCell(N, O)
+    self.l(x)[0] <- l=nn.{LSTM | GRU | RNN}(N, O, batch_first=True{ | | , bidirectional=True}{ | | , num_layers=2})
+    c, kept = torch.zeros(B, O), []; for z in x.unbind(1): kept.append(c := torch.tanh(self.l(z) + self.m(c))); r = torch.stack(kept, 1)
+        <- l=(N, O); m=(O, O)
+
+indexed 1.1 23
+    self.l(x.argmax(-1)) <- l=nn.Embedding(N, O)
+    i = (x.unsqueeze(-2) - self.l.weight).pow(2).sum(-1).argmin(-1); r = {self.l(i) | x + (self.l(i) - x).detach()} <- l=nn.Embedding(4, N)
+    F.one_hot(x.argmax(-1), N).float() @ self.p <- p=[N, O]
+    F.one_hot(x.argmax(-1), N) * x | v, i = x.topk(2, -1); r = torch.zeros_like(x).scatter(-1, i, v) | x.sort(-1, descending=True)[0]
+    v, i = x.max(-1, keepdim=True); r = x * v + i.float() | x.gather(-1, x.argsort(-1)) | torch.take_along_dim(x, x.argsort(-1), -1)
+    x.round() * 0.5 | x * x.argmax(-1, keepdim=True) | torch.where(x.long() > 0, x, -x) | (x > 0).float() * 0.5
+    torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0])).float()
+    g = self.g(x).softmax(-1); r = g[..., :1] * self.l(x) + g[..., 1:2] * torch.relu(x @ self.l.weight.T) <- g=(N, 2); l=(N, O)
+indexed_tokens 0.4 3
+    i, k = torch.tensor(EDGES); r = torch.zeros_like(x).index_add(1, k, torch.relu(self.l(x))[:, i]) <- l=(N, N)
+    i, k = torch.tensor(EDGES); r = self.l(x) + torch.zeros(B, S, O).index_add(1, k, self.m(x)[:, i]) <- l=(N, O); m=(N, O)
+    i = torch.tensor(EDGES)[0]; r = x.new_zeros(B, S, N).scatter_add(1, i.view(1, -1, 1).expand(B, -1, N), x[:, i])
+    x[torch.arange(B), x.norm(dim=-1).argmax(1)]
+    i = self.l(x).squeeze(-1).topk(2, 1)[1]; r = x.gather(1, i.unsqueeze(-1).expand(-1, -1, N)) <- l=(N, 1)
+dead 0.8 234 same unread
+    x.cumsum(-1) | x + y | x * torch.arange(N) | x.flip(-1) + x | x[..., 0] * 2
+embedded 0.6 2
+    {self.l(tokens){ | .sum(1)} | F.embedding(tokens, self.l.weight) | self.l.weight[tokens]} <- l=nn.Embedding(7, O)
+    F.one_hot(tokens, 7).float() @ self.l.weight <- l=nn.Embedding(7, O)
+head 0 23
+    z = {self.l(x) | self.l(x) | self.l(x) | self.l(x) | x * 1 | x.sum(-1)}; r = @output <- l=(N, 3)
+image_head 0 4
+    z = {self.l(x.mean((2, 3))) | x.clone()}; r = @output <- l=(N, 3)
+    z = self.l(x.flatten(1)); r = @output <- l=(N * H * W, 3)
+    z = self.l(x); r = @output <- l=nn.Conv2d(N, 2, 1)
+"""
+
+# These do something else on other inputs, or in training, than on the example.
+BEYOND = """
+rows_of_a_table 5 23
+    t = {self.p | 2 * self.p | self.p - self.p.mean(0) | self.p.tanh() | F.normalize(self.p, dim=-1)}; r = x + @rows <- p=[6, N]
+some_units 3 23
+    z = self.l(x); r = @plain; r = r[..., :n].sum(-1, keepdim=True) <- l=(N, 6)
+weighed_by_the_size 4 23
+    c = @weights; z = self.l(x); z = @plain; r = (z * c).sum(-1, keepdim=True) <- l=(N, 6)
+    x + {@weights @ self.p | self.p[:n].sum(0) + self.p.mean(0)} <- p=[6, N]
+another_way 2 23
+    z = self.l(x); r = @way if n < 3 else @way <- l=(N, O)
+in_training 3 23
+    x + {self.l(y).mean() | self.l(y).sum(0).sum() * self.p | self.p} if self.training else x <- l=(M, N); p=[N]
+an_expert 3 23
+    self.l(x) if n < 3 else self.m(x) <- l=(N, O); m=(N, O)
+an_option 3 23
+    x if m is None else {x + m * self.p | x * self.p} <- p=[N]
+the_largest 6 2
+    z = {x | self.l(x)}; z = @equal; r = self.p[{z.argmax(-1) | z.topk(1).indices[:, 0] | z.max(-1)[1] | z.argsort(-1)[:, -1]}]
+        <- l=nn.Linear(N, N{ | , bias=False}); p=[N, O]
+"""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A paragraph of the table."""
+
+    name: str
+    weight: float
+    axes: tuple[int, ...]
+    words: tuple[str, ...]
+    programs: str
+
+    @classmethod
+    def table(cls, text: str) -> list[Operator]:
+        heads = {tuple(head.split()): programs for head, programs in paragraphs(text).items()}
+        return [cls(h[0], float(h[1]), tuple(map(int, h[2])), h[3:], programs) for h, programs in heads.items()]
+
+
+def paragraphs(text: str) -> dict[str, str]:
+    """First line to alternatives, with ``|`` between them."""
+    found = {}
+    for part in re.split(r"\n+(?=\w)", text.strip()):
+        head, _, rest = part.partition("\n    ")
+        found[head] = re.sub(r"\n {8}", " ", rest).replace("\n    ", " | ")
+    return found
+
+
+LISTS = paragraphs(PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -75,26 +408,71 @@ class Module:
         return space["model"], space["inputs"]
 
     @property
-    def live(self) -> set[str]:
-        """Names that the outputs depend on."""
-        needed = set(self.outputs)
+    def planted(self) -> list[str]:
+        """Parameters whose first axis is a planted hidden layer that the outputs depend on."""
+        needed, found = set(self.outputs), []
         for node in reversed(self.nodes):
             if needed & set(node.makes):
                 needed |= set(node.reads)
-        return needed
+                found += node.planted
+        return found
 
     @property
-    def planted(self) -> list[str]:
-        """Parameters whose first axis is a planted hidden layer that the outputs depend on."""
-        live = self.live
-        return [name for node in self.nodes if live & set(node.makes) for name in node.planted]
-
-
-# -- the generator ----------------------------------------------------------------------------------------------------
+    def depends_on_weights(self) -> bool:
+        """Whether other weights give other outputs."""
+        results = []
+        for seed in range(4):
+            model, inputs = self.build(seed)
+            with torch.no_grad():
+                results.append([t.nan_to_num() for t in tree_leaves(model(*inputs)) if isinstance(t, Tensor)])
+        return any(not torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 class Unfit(Exception):
     """An operator found no value that it fits."""
+
+
+Shape = tuple[int, ...]
+SYMBOLS: dict[str, Callable[[Builder], Any]] = {
+    "A": lambda b: axis(b.x),
+    "N": lambda b: b.x[axis(b.x)],
+    "M": lambda b: b.y[axis(b.y)],
+    "B": lambda b: b.x[0],
+    "S": lambda b: b.x[: axis(b.x)][1],
+    "H": lambda b: b.x[2],
+    "W": lambda b: b.x[3],
+    "LEAD": lambda b: ", ".join(map(str, b.x[:-1])),
+    **dict.fromkeys("OP", lambda b: b.among(2, 3, 4, 4, 5, 6, 6, 8)),
+    **dict.fromkeys("EV", lambda b: b.among(2, 3, 4)),
+    "U": lambda b: b.among(2, 3),
+    "D": lambda b: b.among(-1, -1, 1),
+    "G": lambda b: b.among(*(g for g in (1, 2, 3, 4) if b["N"] % g == 0)),
+    "K": lambda b: b.random.randint(1, b["N"] - 1),
+    "CONSTANTS": lambda b: [b.among(0.0, 1.0, 1.0, 0.5, -1.0) for _ in range(b["N"])],
+    "WHOLE": lambda b: [b.among(0, 1, 1, 2) for _ in range(b["N"])],
+    "BITS": lambda b: [b.among(True, False) for _ in range(b["N"])],
+    "TOKENS": lambda b: [[b.among(0.0, 1.0)] for _ in range(b["S"])],
+    "ROWS": lambda b: [[b.among(True, True, False) for _ in range(b["N"])] for _ in range(b["O"])],
+    "ORDER": lambda b: b.random.sample(range(b["N"]), b["N"]),
+    "KEPT": lambda b: sorted(b.random.sample(range(b["N"]), b.random.randint(1, b["N"]))),
+    "EDGES": lambda b: [[b.random.randrange(b["S"]) for _ in range(6)] for _ in range(2)],
+    "AGAIN": lambda b: b.pick([name for name, sizes in b.layers.items() if sizes[0] == b["N"]]),
+    "BACK": lambda b: b.pick([name for name, sizes in b.layers.items() if sizes[1] == b["N"]]),
+    "MID": lambda b: b.among("ef", "fe"),
+    "MIDDLE": lambda b: b.sizes(b["MID"]),
+    "UP": lambda b: b.shuffled("eif"),
+    "DOWN": lambda b: b.shuffled("efo"),
+    "HELD": lambda b: b.among(b["UP"], b["UP"], b.shuffled("eif")),
+    "UPSHAPE": lambda b: b.sizes(b["HELD"]),
+    "DOWNSHAPE": lambda b: b.among(b.sizes(b["DOWN"]), b.sizes(b["DOWN"]).replace(", ", " * ", 1)),
+    "UPPER": lambda b: f"self.u.permute({', '.join(str(b['HELD'].index(letter)) for letter in b['UP'])})",
+    "LOWER": lambda b: f"self.d.view({b.sizes(b['DOWN'])})",
+}
+
+
+def axis(shape: Shape) -> int:
+    """Where a value has its features: last, or first after the batch for an image."""
+    return 1 if len(shape) == 4 else len(shape) - 1
 
 
 class Builder:
@@ -102,1146 +480,194 @@ class Builder:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.torch = torch.Generator().manual_seed(seed)
         self.numbers = itertools.count()
-        self.space: dict[str, Any] = {"self": nn.Module(), "torch": torch, "nn": nn, "F": nn.functional}
+        self.space: dict[str, Any] = {"self": nn.Module(), "torch": torch, "nn": nn, "F": F, "n": 2, "m": None}
         self.inputs: dict[str, str] = {}
         self.pool: list[str] = []  # floating-point values, oldest first
         self.nodes: list[Node] = []
-        self.layers: list[tuple[str, int]] = []  # linear layers that may be called again, with their input sizes
-        self.kind = ""
+        self.layers: dict[str, tuple[int, int]] = {}  # linear layers that may be called again, with their sizes
+        self.symbols: dict[str, Any] = {}
+        self.x: Shape = ()  # shapes of what the operator reads
+        self.y: Shape = ()
 
-    def fresh(self, letter: str) -> str:
-        return f"{letter}{next(self.numbers)}"
+    def __getitem__(self, symbol: str) -> Any:
+        """A number of the operator that is being added."""
+        if symbol not in self.symbols:
+            self.symbols[symbol] = SYMBOLS[symbol](self)
+        return self.symbols[symbol]
 
-    def width(self) -> int:
-        return self.random.choice((2, 3, 4, 4, 5, 6, 6, 8))
+    def sizes(self, letters: str) -> str:
+        return ", ".join(str(self[{"e": "E", "f": "V", "i": "N", "o": "O"}[letter]]) for letter in letters)
 
-    def flip(self, p: float = 0.5) -> bool:
-        return self.random.random() < p
+    def shuffled(self, letters: str) -> str:
+        return "".join(self.random.sample(letters, len(letters)))
 
     def among(self, *options: Any) -> Any:
         return self.random.choice(options)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def fresh(self, letter: str) -> str:
+        return f"{letter}{next(self.numbers)}"
+
+    def shape(self, name: str) -> Shape:
         return tuple(self.space[name].shape)
 
-    def pick(self, *ndims: int, where: Callable[[tuple[int, ...]], bool] = lambda _: True) -> str:
-        """A value of one of the given numbers of axes, rather a late one than an early one."""
-        found = [n for n in self.pool if len(self.shape(n)) in ndims and where(self.shape(n))]
-        if not found:
+    def pick(self, names: Sequence[str]) -> str:
+        """One of these, rather a late one than an early one."""
+        if not names:
             raise Unfit
-        return found[-1 - min(int(self.random.expovariate(0.7)), len(found) - 1)]
+        return names[-1 - min(int(self.random.expovariate(0.7)), len(names) - 1)]
 
-    def like(self, name: str) -> str:
-        """Another value of the same shape."""
-        shape = self.shape(name)
-        found = [n for n in self.pool if n != name and self.shape(n) == shape]
-        if not found:
-            raise Unfit
-        return self.random.choice(found)
+    def program(self, alternatives: str) -> str:
+        """One of the alternatives, with all choices made."""
+        while "{" in alternatives:
+            alternatives = re.sub(r"\{([^{}]*)\}", lambda m: self.among(*m[1].split("|")).strip(), alternatives)
+        chosen = self.among(*alternatives.split("|")).strip()
+        return re.sub(r"@(\w+)", lambda m: self.program(LISTS[m[1]]), chosen)
 
-    def add(
-        self, reads: tuple[str, ...], forward: str | list[str], init: list[str] | None = None, *, makes: int = 1,
-        planted: list[str] | None = None, **values: Any,
-    ) -> str:  # fmt: skip
-        """Add a node, ``{0} = forward`` or lines; ``{0}``, ``{1}`` are the new names, others stand in ``values``."""
-        names = tuple(self.fresh("h") for _ in range(makes))
-        values |= {str(k): name for k, name in enumerate(names)}
-
-        def filled(line: str) -> str:
-            return re.sub(r"\{(\w+)\}", lambda m: str(values[m[1]]), line)
-
-        lines = [filled(line) for line in (["{0} = " + forward] if isinstance(forward, str) else forward)]
-        reads = tuple(r for r in dict.fromkeys(reads) if any(re.search(rf"\b{r}\b", line) for line in lines))
-        made = tuple(filled(line) for line in init or ())
-        node = Node(reads, names, tuple(lines), made, tuple(planted or ()), self.kind)
+    def add(self, operator: Operator, x: str = "") -> str:
+        """Add a node of an operator, to a value or to any; return the name of its result."""
+        program, _, parts = self.program(operator.programs).partition("<-")
+        fitting = [name for name in self.pool if len(self.shape(name)) in operator.axes]
+        if "made" in operator.words:
+            fitting = [name for name in fitting if name not in self.inputs]
+        x = x or self.pick(fitting)
+        names, self.symbols, self.x = {}, {}, self.shape(x)
+        if re.search(r"\bx\b", program):
+            names["x"] = x
+        if re.search(r"\by\b", program):
+            names["y"] = self.pick([name for name in fitting if self.goes_with(x, name, operator.words)])
+            self.y = self.shape(names["y"])
+        if "tokens" in program and "tokens" not in self.inputs:
+            self.inputs["tokens"] = f"torch.tensor({[[self.random.randrange(7) for _ in range(4)] for _ in range(3)]})"
+            self.space["tokens"] = eval(self.inputs["tokens"], self.space)
+        lines, init, own = self.filled(program, parts)
+        made = {k: self.fresh("h") for k in ("r", "other") if re.search(rf"\b{k}\b", "; ".join(lines))}
+        lines = [re.sub(r"\b(x|y|r|other)\b", lambda m: (names | made).get(m[0], m[0]), line) for line in lines]
+        planted = (f"{own['planted']}.weight",) if "planted" in own else ()
+        node = Node(tuple(names.values()), tuple(made.values()), tuple(lines), tuple(init), planted, operator.name)
         with torch.no_grad():
             exec("\n".join((*node.init, *node.lines)), self.space)
-        for name in names:
+        for name in node.makes:
             value = self.space[name]
-            if not isinstance(value, Tensor) or value.is_complex() or value.numel() > 4000 or value.numel() == 0:
+            if not isinstance(value, Tensor) or value.is_complex() or not 0 < value.numel() <= 4000:
                 raise Unfit
             if value.dtype == torch.float32 and not bool(value.isfinite().all()):
                 raise Unfit
         self.nodes.append(node)
-        self.pool += [n for n in names if self.space[n].dtype == torch.float32]
-        return names[0]
-
-    def linear(self, value: str, out: int | None = None, *, bias: bool | None = None) -> tuple[str, str]:
-        """A linear layer for the last axis of a value: its name, and the line that makes it."""
-        name, size = self.fresh("l"), self.shape(value)[-1]
-        out = out or self.width()
-        bias = self.flip(0.8) if bias is None else bias
-        return name, f"self.{name} = nn.Linear({size}, {out}{'' if bias else ', bias=False'})"
-
-    def parameter(self, *shape: int) -> tuple[str, str]:
-        name = self.fresh("p")
-        return name, f"self.{name} = nn.Parameter(torch.randn({', '.join(map(str, shape)) or '()'}))"
-
-    def axis(self, value: str) -> int:
-        """Where a value has its features: last, or first after the batch for an image."""
-        return 1 if len(self.shape(value)) == 4 else len(self.shape(value)) - 1
-
-
-Operator = Callable[[Builder], Any]
-OPERATORS: list[tuple[Operator, float]] = []
-BEYOND: list[tuple[Operator, float]] = []
-
-
-def operator(weight: float, into: list[tuple[Operator, float]] = OPERATORS) -> Callable[[Operator], Operator]:
-    def register(function: Operator) -> Operator:
-        into.append((function, weight))
-        return function
-
-    return register
-
-
-def beyond(weight: float) -> Callable[[Operator], Operator]:
-    """An operator that does something else on other inputs, or in training, than on the example."""
-    return operator(weight, BEYOND)
-
-
-ACTIVATIONS = (
-    "torch.relu({0})", "torch.relu({0})", "F.relu({0})", "torch.tanh({0})", "F.gelu({0})", "F.leaky_relu({0}, 0.1)",
-    "torch.sigmoid({0})", "{0}.abs()", "torch.sin({0})", "F.silu({0})", "F.elu({0})", "F.hardtanh({0})", "F.relu6({0})",
-    "{0} ** 2", "{0} * {0}", "torch.relu({0}) ** 2", "-{0}", "2.0 * {0}", "{0} / 3", "{0}.clamp(min=0)", "{0}.clamp(-1, 1)",
-    "F.softplus({0})", "torch.exp(-{0}.abs())", "({0}.abs() + 1e-6).sqrt()", "torch.atan({0})", "{0}.sign() * {0}",
-    "F.dropout({0}, 0.5, self.training)", "{0}.clone()", "{0}.detach()", "{0}.contiguous()", "F.mish({0})",
-    "torch.where({0} > 0, {0}, 0.3 * {0})", "F.threshold({0}, 0.0, 0.0)", "{0}.float()", "torch.square({0})",
-    "{0} + (torch.relu({0}) - {0}).detach()", "1 - {0}", "{0} + 1", "{0} * 0.5 - 0.1", "torch.clamp({0}, min=1e-6)",
-    "F.hardswish({0})", "torch.addcmul({0}, {0}, {0}, value=0.5)", "torch.lerp({0}, torch.relu({0}), 0.3)",
-    "{0}.masked_fill({0} < 0, 0.0)", "{0} * ({0} > 0)", "torch.nan_to_num({0})", "torch.logit({0}.sigmoid() * 0.9 + 0.05)",
-)  # fmt: skip
-
-
-# the linear family, and what is planted
-@operator(4)
-def linear(b: Builder) -> None:
-    h = b.pick(2, 3)
-    name, line = b.linear(h)
-    b.layers.append((name, b.shape(h)[-1]))
-    b.add((h,), f"self.{name}({h})", [line])
-
-
-@operator(4)
-def planted_layer(b: Builder) -> None:
-    h = b.pick(2, 3)
-    (up, up_line), width = b.linear(h, size := b.width()), size
-    down = b.fresh("l")
-    act = b.among(*ACTIVATIONS).format(f"self.{up}({h})")
-    init = [up_line, f"self.{down} = nn.Linear({width}, {b.width()})"]
-    b.add((h,), f"self.{down}({act})", init, planted=[f"{up}.weight"])
-
-
-@operator(6)
-def activation(b: Builder) -> None:
-    h = b.pick(2, 3, 4)
-    b.add((h,), b.among(*ACTIVATIONS).format(h))
-
-
-@operator(2)
-def layer_and_activation(b: Builder) -> None:
-    h = b.pick(2, 3)
-    name, line = b.linear(h)
-    b.layers.append((name, b.shape(h)[-1]))
-    b.add((h,), b.among(*ACTIVATIONS[:8]).format(f"self.{name}({h})"), [line])
-
-
-@operator(1.5)
-def called_again(b: Builder) -> None:
-    name, size = b.random.choice(b.layers) if b.layers else ("", 0)
-    h = b.pick(2, 3, where=lambda s: s[-1] == size)
-    b.add((h,), f"self.{name}({h})")
-
-
-@operator(1.5)
-def tied(b: Builder) -> None:
-    if not b.layers:
-        raise Unfit
-    name, size = b.random.choice(b.layers)
-    out = b.space["self"].get_submodule(name).out_features
-    style = b.among("transposed", "same", "object", "embedding")
-    if style == "transposed":
-        h = b.pick(2, 3, where=lambda s: s[-1] == out)
-        b.add((h,), b.among(f"{h} @ self.{name}.weight", f"F.linear({h}, self.{name}.weight.t())"))
-    elif style == "same":
-        h = b.pick(2, 3, where=lambda s: s[-1] == size)
-        b.add((h,), b.among(f"{h} @ self.{name}.weight.T", f"F.linear({h}, self.{name}.weight)"))
-    elif style == "object":
-        h = b.pick(2, 3, where=lambda s: s[-1] == size)
-        new = b.fresh("l")
-        init = [f"self.{new} = nn.Linear({size}, {out})", f"self.{new}.weight = self.{name}.weight"]
-        b.add((h,), f"self.{new}({h})", init)
-    else:
-        h = b.pick(2, 3, where=lambda s: s[-1] == size)
-        b.add((h,), f"{h} + self.{name}.weight.mean(0)")
-
-
-# sums of two values
-@operator(5)
-def residual(b: Builder) -> None:
-    h = b.pick(2, 3, 4)
-    g = b.like(h)
-    h, g = (h, g) if b.flip() else (g, h)
-    form = b.among(
-        "{0} + {1}", "{0} + {1}", "{0} + {1}", "{0} - {1}", "{0} * {1}", "torch.maximum({0}, {1})",
-        "torch.where({0} > {1}, {0}, {1})", "torch.add({0}, {1}, alpha=0.5)", "{0} * torch.sigmoid({1})",
-        "torch.stack([{0}, {1}]).mean(0)", "torch.stack([{0}, {1}], -1).amax(-1)", "0.5 * ({0} + {1})",
-        "torch.relu({0} + {1})", "{0} + {1}.detach()", "torch.lerp({0}, {1}, 0.3)", "({0}, {1})[0] + ({0}, {1})[1]",
-    )  # fmt: skip
-    b.add((h, g), form.format(h, g))
-
-
-@operator(3)
-def residual_branch(b: Builder) -> None:
-    h = b.pick(2, 3)
-    name, line = b.linear(h, b.shape(h)[-1])
-    act = b.among(*ACTIVATIONS[:8])
-    form = b.among("{0} + {1}", "{1} + {0}", "{0} * torch.sigmoid({1})", "{1} - {0}", "{0} + 0.1 * {1}")
-    b.add((h,), form.format(h, act.format(f"self.{name}({h})")), [line])
-
-
-@operator(2)
-def matched_sum(b: Builder) -> None:
-    h, g = b.pick(2, 3), b.pick(2, 3)
-    if len(b.shape(h)) != len(b.shape(g)) or h == g:
-        raise Unfit
-    name, line = b.linear(g, b.shape(h)[-1])
-    form = b.among("{0} + {1}", "{1} + {0}", "torch.relu({0}) + {1}", "torch.relu({0} + {1})")
-    b.add((h, g), form.format(h, f"self.{name}({g})"), [line])
-
-
-@operator(2)
-def joined(b: Builder) -> None:
-    h = b.pick(2, 3, 4)
-    axis = b.axis(h)
-    shape = b.shape(h)
-    g = b.pick(len(shape), where=lambda s: s[:axis] == shape[:axis] and s[axis + 1 :] == shape[axis + 1 :])
-    form = b.among("torch.cat([{0}, {1}], {2})", "torch.cat([{0}, {0}], {2})", "torch.cat([{1}, {0}, {1}], {2})",
-                   "torch.cat([torch.relu({0}), torch.relu(-{0})], {2})", "torch.hstack([{0}, {1}])" if axis == 1
-                   else "torch.cat(({0}, {1}), {2})")  # fmt: skip
-    b.add((h, g), form.format(h, g, axis))
-
-
-# constants
-@operator(3)
-def padded(b: Builder) -> None:
-    h = b.pick(2, 3, 4)
-    shape, axis = b.shape(h), b.axis(h)
-    lo, hi = b.among((1, 1), (0, 2), (2, 0), (1, 2), (0, 1))
-    if len(shape) == 4:
-        lines = [
-            f"F.pad({h}, (0, 0, 0, 0, {lo}, {hi}))",
-            f"torch.cat([{h}, torch.zeros_like({h})], 1)",
-            f"torch.cat([{h}, torch.zeros({shape[0]}, {hi + 1}, {shape[2]}, {shape[3]})], 1)",
-        ]
-    else:
-        rest = ", ".join(map(str, shape[:-1]))
-        lines = [
-            f"F.pad({h}, ({lo}, {hi}))",
-            f"F.pad({h}, ({lo}, {hi}), value=1.0)",
-            f"torch.cat([{h}, torch.zeros({rest}, 2)], -1)",
-            f"torch.cat([torch.ones({rest}, 1), {h}], -1)",
-            f"torch.cat([{h}, torch.zeros_like({h})], -1)",
-            f"torch.cat([{h}, torch.full(({rest}, 2), 0.5), torch.zeros({rest}, 1)], -1)",
-            f"torch.cat([{h}, {h}.new_zeros({rest}, 2)], dim={axis})",
-        ]
-    p = b.add((h,), b.random.choice(lines))
-    if len(shape) < 4 and b.flip(0.8):  # and something is added to units and constants alike
-        g = b.pick(len(shape), where=lambda s: s[:-1] == shape[:-1])
-        name, line = b.linear(g, b.shape(p)[-1])
-        form = b.among(
-            "{0} + {1}", "{1} + {0}", "torch.relu({0} + {1})", "{0} * {1}", "{0} - {1}", "torch.maximum({0}, {1})"
-        )
-        b.add((p, g), form.format(p, f"self.{name}({g})"), [line])
-
-
-@operator(2)
-def constant_vector(b: Builder) -> None:
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    name = b.fresh("c")
-    numbers = str([b.among(0.0, 1.0, 1.0, 0.5, -1.0) for _ in range(n)])
-    form = b.among(
-        "{0} * {1}", "{0} + {1}", "{1} + {0}", "torch.where({1} > 0, {0}, torch.relu({0}))", "{0} * {1} + {1}"
-    )
-    where = b.among("literal", "attribute", "buffer", "transient", "computed")
-    if where == "literal":
-        b.add((h,), form.format(h, f"torch.tensor({numbers})"))
-    elif where == "attribute":
-        b.add((h,), form.format(h, f"self.{name}"), [f"self.{name} = torch.tensor({numbers})"])
-    elif where == "computed":
-        made = b.among(f"torch.arange({n})", f"torch.linspace(0, 1, {n})", f"torch.ones({n})", f"(torch.arange({n}) % 2)",
-                       f"(torch.arange({n}) // 2).float()", f"torch.eye({n})[0]", f"torch.full(({n},), 0.3)")  # fmt: skip
-        b.add((h,), form.format(h, made))
-    else:
-        last = ", persistent=False" if where == "transient" else ""
-        b.add((h,), form.format(h, f"self.{name}"), [f'self.register_buffer("{name}", torch.tensor({numbers}){last})'])
-
-
-@operator(2)
-def mask(b: Builder) -> None:
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    name = b.fresh("m")
-    bits = [b.flip() for _ in range(n)]
-    style = b.among("bool", "int", "index", "keep", "weights", "position")
-    register = f'self.register_buffer("{name}", torch.tensor({{}}))'
-    if style == "bool":
-        form = b.among("{0} * self.{1}", "{0}.masked_fill(self.{1}, 0.0)", "torch.where(self.{1}, {0}, torch.tanh({0}))",
-                       "{0}.masked_fill(~self.{1}, 0.5)", "{0} * self.{1}.float()")  # fmt: skip
-        b.add((h,), form.format(h, name), [register.format(bits)])
-    elif style == "int":
-        b.add((h,), f"{h} * self.{name}", [register.format([b.among(0, 1, 1, 2) for _ in range(n)])])
-    elif style == "index":
-        order = b.random.sample(range(n), n)
-        form = b.among("{0}[..., self.{1}]", "{0}.index_select(-1, self.{1})", "{0}.index_select(-1, self.{1}) + {0}")
-        b.add((h,), form.format(h, name), [register.format(order)])
-    elif style == "keep":
-        kept = sorted(b.random.sample(range(n), b.random.randint(1, n)))
-        b.add((h,), f"{h}[..., self.{name}]", [register.format(kept)])
-    elif style == "weights":
-        out = b.width()
-        layer, line = b.linear(h, out)
-        rows = [[b.flip(0.6) for _ in range(n)] for _ in range(out)]
-        form = f"F.linear({h}, self.{layer}.weight * self.{name})"
-        b.add((h,), form, [line, register.format(rows if b.flip() else [[float(x) for x in r] for r in rows])])
-    else:
-        T = b.shape(h)[1] if len(b.shape(h)) == 3 else 0
-        if not T:
-            raise Unfit
-        b.add((h,), f"{h} * self.{name}", [register.format([[float(b.flip())] for _ in range(T)])])
-
-
-@operator(1.5)
-def edited_weight(b: Builder) -> None:
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    layer, line = b.linear(h, n)
-    form = b.among(
-        "F.linear({h}, self.{l}.weight + torch.eye({n}))", "{h} @ (self.{l}.weight + torch.eye({n}))",
-        "F.linear({h}, self.{l}.weight.triu())", "F.linear({h}, self.{l}.weight + self.{l}.weight.T)",
-        "F.linear({h}, F.normalize(self.{l}.weight, dim=1))", "F.linear({h}, self.{l}.weight / self.{l}.weight.norm())",
-        "F.linear({h}, self.{l}.weight.softmax(-1))", "F.linear({h}, self.{l}.weight.abs())",
-        "F.linear({h}, self.{l}.weight - self.{l}.weight.mean(1, keepdim=True))", "F.linear({h}, self.{l}.weight.flip(0))",
-        "F.linear({h}, torch.sigmoid(self.{l}.weight))", "F.linear({h}, self.{l}.weight * self.{l}.weight)",
-        "{h} @ torch.block_diag(self.{l}.weight[:1, :1], self.{l}.weight[1:, 1:])", "F.linear({h}, self.{l}.weight.sign())",
-        "F.linear({h}, torch.roll(self.{l}.weight, 1, 0))", "F.linear({h}, self.{l}.weight.detach().clone())",
-        "{h} + {h} @ self.{l}.weight", "F.linear({h}, self.{l}.weight.cumsum(0))",
-    )  # fmt: skip
-    b.add((h,), form.format(h=h, l=layer, n=n), [line])
-
-
-@operator(2)
-def own_parameter(b: Builder) -> None:
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    style = b.among(
-        "gain", "gain", "bias", "scalar", "one", "both", "complex", "view", "prelu", "token", "matrix", "exp"
-    )
-    if style in ("gain", "bias", "exp"):
-        name, line = b.parameter(n)
-        form = {"gain": "{0} * self.{1}", "bias": "{0} + self.{1}", "exp": "{0} * torch.exp(self.{1})"}[style]
-        b.add((h,), form.format(h, name), [line])
-    elif style == "scalar":
-        name, line = b.parameter()
-        tanh = "{0} + self.{1} * torch.tanh({0})"
-        form = b.among("{0} * self.{1}", tanh, "torch.relu({0}) * self.{1}", "{0} + self.{1}")
-        b.add((h,), form.format(h, name), [line])
-    elif style == "one":
-        name, line = b.parameter(1)
-        b.add((h,), f"{h} * self.{name}", [line])
-    elif style == "both":
-        (p, first), (q, second) = b.parameter(n), b.parameter(n)
-        b.add((h,), f"self.{p} * {h} + self.{q}", [first, second])
-    elif style == "complex":
-        name = b.fresh("p")
-        form = b.among(
-            "({0} * self.{1}).real", "({0} * self.{1}).abs()", "torch.view_as_real({0} * self.{1}).flatten(-2)"
-        )
-        b.add((h,), form.format(h, name), [f"self.{name} = nn.Parameter(torch.randn({n}, dtype=torch.complex64))"])
-    elif style == "view":
-        name, line = b.parameter(n, 2)
-        b.add((h,), f"({h} * torch.view_as_complex(self.{name})).real", [line])
-    elif style == "prelu":
-        name = b.fresh("l")
-        if len(b.shape(h)) == 2 and b.flip():
-            b.add((h,), f"self.{name}({h})", [f"self.{name} = nn.PReLU({n})"])
-        else:
-            b.add((h,), f"self.{name}({h})", [f"self.{name} = nn.PReLU()"])
-    elif style == "token":
-        if len(b.shape(h)) != 3:
-            raise Unfit
-        T = b.shape(h)[1]
-        name, line = b.parameter(*b.among((T, n), (1, T, n), (T, 1), (1, 1, n)))
-        b.add((h,), f"{h} {b.among('+', '*')} self.{name}", [line])
-    else:
-        name, line = b.parameter(n, b.width())
-        b.add((h,), b.among("{0} @ self.{1}", "torch.matmul({0}, self.{1})", "torch.einsum('...i,io->...o', {0}, self.{1})")
-              .format(h, name), [line])  # fmt: skip
-
-
-# moving data
-@operator(2)
-def cut(b: Builder) -> None:
-    h = b.pick(2, 3, 4, where=lambda s: True)
-    axis, n = b.axis(h), b.shape(h)[b.axis(h)]
-    if n < 3:
-        raise Unfit
-    slot = "[:, {}]" if axis == 1 else "[..., {}]"
-    k = b.random.randint(1, n - 1)
-    b.add((h,), h + slot.format(b.among("1:", ":-1", "::2", "1::2", f":{k}", f"{k}:")))
-
-
-@operator(2)
-def parts(b: Builder) -> None:
-    h = b.pick(2, 3, 4, where=lambda s: (s[1] if len(s) == 4 else s[-1]) % 2 == 0)
-    axis, n = b.axis(h), b.shape(h)[b.axis(h)]
-    halves = "a, c = {h}.chunk(2, {d})"
-    form = b.among(
-        ["{0}, {1} = {h}.chunk(2, {d})"], ["{0}, {1} = torch.split({h}, {n}, dim={d})"],
-        ["{1}, {0} = {h}.tensor_split(2, {d})"], [halves, "{0} = a * torch.sigmoid(c)"],
-        [halves, "{0} = torch.relu(a) + c"], [halves, "{0} = torch.cat([c, a], {d})"],
-        [halves, "{0} = torch.cat([a, torch.tanh(c)], {d})"], ["{0} = F.glu({h}, {d})"],
-        [halves, "{0} = torch.maximum(a, c)"],
-    )  # fmt: skip
-    b.add((h,), form, makes=2 if "{1}" in form[0] else 1, h=h, d=axis, n=n // 2)
-
-
-@operator(2)
-def moved(b: Builder) -> None:
-    h = b.pick(2, 3, 4)
-    axis, n = b.axis(h), b.shape(h)[b.axis(h)]
-    order = b.random.sample(range(n), n)
-    b.add((h,), b.among(
-        f"{h}.flip({axis})", f"torch.roll({h}, 1, {axis})", f"{h}.index_select({axis}, torch.tensor({order}))",
-        f"torch.repeat_interleave({h}, 2, {axis})", f"torch.cat([{h}, {h}], {axis})", f"{h} + {h}.flip({axis})",
-        f"{h}.repeat({', '.join('2' if k == axis else '1' for k in range(len(b.shape(h))))})",
-        f"torch.roll({h}, 1, 1)" if len(b.shape(h)) == 3 else f"{h}.flip({axis})",
-        f"{h}.transpose(-1, -2)" if len(b.shape(h)) > 2 else f"{h}.flip(-1)",
-        f"{h}.unsqueeze(1).expand(-1, 2, {', '.join(['-1'] * (len(b.shape(h)) - 1))}).flatten(1, 2)",
-        f"{h}[..., torch.tensor({order if axis > 1 or len(b.shape(h)) == 2 else list(range(b.shape(h)[-1]))})]",
-        f"{h}.flatten(1)", f"{h}.reshape({b.shape(h)[0]}, -1)", f"{h}.unflatten({axis}, (-1, 2)).transpose({axis}, {axis + 1}).flatten({axis}, {axis + 1})",
-    ))  # fmt: skip
-
-
-@operator(1)
-def axes(b: Builder) -> None:
-    """Between vectors, sequences and images."""
-    h = b.pick(2, 3, 4)
-    shape = b.shape(h)
-    if len(shape) == 2:
-        n = shape[1]
-        form = b.among(f"{h}.view({shape[0]}, {n // 2}, 2)", f"{h}.reshape({shape[0]}, 2, {n // 2})", f"{h}.unsqueeze(1)") \
-            if n % 2 == 0 else f"{h}.unsqueeze(-1)"  # fmt: skip
-    elif len(shape) == 3:
-        form = b.among(f"{h}.mean(1)", f"{h}.flatten(1)", f"{h}[:, 0]", f"{h}[:, -1]", f"{h}.amax(1)", f"{h}.sum(1)",
-                       f"{h}.transpose(1, 2)", f"{h}.transpose(1, 2).unsqueeze(-1)", f"torch.cat([{h}.mean(1), {h}.amax(1)], -1)",
-                       f"{h}.std(1)", f"{h}.flatten(0, 1)")  # fmt: skip
-    else:
-        form = b.among(f"{h}.mean((2, 3))", f"{h}.flatten(1)", f"{h}.amax((-2, -1))", f"{h}.flatten(2).transpose(1, 2)",
-                       f"F.adaptive_avg_pool2d({h}, 1).flatten(1)", f"{h}[:, :, 0, 0]", f"{h}.permute(0, 2, 3, 1).flatten(1, 2)",
-                       f"F.adaptive_max_pool2d({h}, 1).squeeze(-1).squeeze(-1)")  # fmt: skip
-    b.add((h,), form)
-
-
-# in-place writes
-@operator(3)
-def written(b: Builder) -> None:
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    if n < 3:
-        raise Unfit
-    name, line = b.linear(h, n)
-    k = b.random.randint(1, n - 1)
-    form = b.among(
-        "{0} = {h}.clone(); {0}[..., 0] = 1", "{0} = {h}.clone(); {0}[..., ::2] = 0.5",
-        "{0} = {h}.clone(); {0}[..., :{k}] *= 2", "{0} = {h}.clone(); {0}[..., :{k}].relu_()",
-        "{0} = {h}.clone(); {0}[..., {k}:] = torch.tanh({0}[..., {k}:])",
-        "{0} = {h} + 0; {0}.chunk(2, -1)[0].mul_(0.5)", "{0} = {h} + 0; {0}.split([{k}, {m}], -1)[1].tanh_()",
-        "{0} = {h} + 0; {0}.unbind(-1)[1].zero_()",
-        "{0} = {h} + 0; {0}.narrow(-1, 0, {k}).copy_(torch.sigmoid({h}.narrow(-1, 0, {k})))",
-        "{0} = {h} + 0; {0}[:, -1].add_(1)", "{0} = torch.zeros_like({h}); {0}[..., :{k}] = {h}[..., :{k}]",
-        "{0} = torch.zeros_like({h}); {0} += {h}", "{0} = {h}.clone(); {0} += self.{l}({h})",
-        "{0} = self.{l}({h}); {0}[..., :{k}] += {h}[..., :{k}]", "{0} = self.{l}({h}); {0}.mul_(torch.sigmoid({h}))",
-        "{0} = self.{l}({h}); {0}.relu_()", "{0} = self.{l}({h}); torch.relu_({0}); {0} = {0}.add(1)",
-        "{0} = self.{l}({h}); {0}.masked_fill_({0} < 0, 0)",
-        "{0} = self.{l}({h}); v = {0}.view(-1, {n}); v[0].zero_()",
-        "{0} = self.{l}({h}); {0}.transpose(0, -1)[0] = 0",
-        "{0} = {h}.clone(); {0}.index_fill_(-1, torch.tensor([0, {k}]), 0.0)", "{0} = {h}.clone(); {0}[{0} < 0] = 0",
-        "{0} = torch.empty_like({h}); {0}.copy_({h}); {0}.clamp_(min=0)",
-        "{0} = {h}.clone(); a, c = {0}[..., :1], {0}[..., 1:]; a.add_(c.sum(-1, keepdim=True))",
-        "{0} = {h}.clone(); {0}.diagonal().zero_()",
-        "{0} = {h}.clone(); {0}.index_copy_(-1, torch.tensor([0]), {h}[..., 1:2])",
-        "{0} = {h}.clone(); {0}.index_add_(-1, torch.tensor([0, 1]), {h}[..., :2])",
-    )  # fmt: skip
-    b.add((h,), form.split("; "), [line] if "{l}" in form else [], h=h, k=k, m=n - k, n=n, l=name)
-
-
-@operator(0.7)
-def written_for_all(b: Builder) -> None:
-    """A write that later readers of the older name see as well."""
-    h = b.pick(2, 3)
-    if h in b.inputs or not any(h in n.makes for n in b.nodes):
-        raise Unfit
-    write = b.among(f"{h}.mul_(2)", f"{h}[..., 0] = 0", f"{h}.relu_()", f"{h}[..., :2].tanh_()")
-    b.add((h,), [write, "{0} = " + f"{h} * 1"])
-
-
-@operator(0.7)
-def buffer_updated(b: Builder) -> None:
-    h = b.pick(2, where=lambda s: True)
-    n = b.shape(h)[-1]
-    name = b.fresh("m")
-    b.add((h,), b.among(
-        [f"self.{name}.mul_(0.9).add_(0.1 * {h}.detach().mean(0))", "{0} = " + f"{h} - self.{name}"],
-        [f"self.{name} += 1", "{0} = " + f"{h} * self.{name}"],
-        [f"self.{name} = 0.9 * self.{name} + 0.1 * {h}.mean(0)", "{0} = " + f"{h} + self.{name}"],
-        [f"self.{name}.copy_({h}.mean(0))", "{0} = " + f"{h} + 1"],
-    ), [f'self.register_buffer("{name}", torch.zeros({n}))'])  # fmt: skip
-
-
-# reductions and normalizations
-@operator(3)
-def reduced(b: Builder) -> None:
-    h = b.pick(2, 3)
-    d = b.among("-1", "-1", "1")
-    b.add((h,), b.among(
-        "{h} / {h}.norm(dim={d}, keepdim=True)", "{h} / ({h}.std({d}, keepdim=True) + 1e-5)", "{h} - {h}.mean({d}, keepdim=True)",
-        "{h} / {h}.abs().amax({d}, keepdim=True).clamp(min=1e-6)", "{h}.softmax({d})", "F.normalize({h}, dim={d})",
-        "{h} * {h}.sum({d}, keepdim=True)", "{h} * torch.sigmoid({h}.mean({d}, keepdim=True))", "{h}.log_softmax({d})",
-        "{h} / ({h}.norm(dim={d}, keepdim=True) + 1e-6)", "({h} - {h}.mean({d}, True)) / ({h}.var({d}, keepdim=True) + 1e-5).sqrt()",
-        "{h} * torch.rsqrt({h}.pow(2).mean({d}, keepdim=True) + 1e-5)", "{h}.cumsum({d})", "{h}.sort({d})[0]",
-        "{h} - {h}.logsumexp({d}, keepdim=True)", "torch.linalg.vector_norm({h}, dim={d}, keepdim=True) + {h}",
-        "torch.cat([{h}, {h}.sum({d}, keepdim=True)], {d})", "{h} / ({h}.abs().sum({d}, keepdim=True) + 1e-8)",
-        "torch.linalg.vector_norm({h}, ord=0, dim={d}, keepdim=True) * {h}", "{h} / {h}.norm().clamp_min(1e-6)",
-        "{h} * {h}.amax({d}, keepdim=True)", "{h} - {h}.min({d}, keepdim=True)[0]", "{h}.cummax({d})[0]",
-        "{h} - {h}.median({d}, keepdim=True)[0]", "({h} == {h}.amax({d}, keepdim=True)) * {h}", "{h} * ({h} > {h}.mean())",
-        "{h} / {h}.std(unbiased=False)", "{h}.prod({d}, keepdim=True) + {h}", "F.softmin({h}, dim={d})", "{h}.topk(2, {d})[0]",
-        "{h}.kthvalue(2, {d}, keepdim=True)[0] + {h}", "{h}.aminmax(dim={d}, keepdim=True)[1] - {h}",
-    ), h=h, d=d)  # fmt: skip
-
-
-@operator(3)
-def normalized(b: Builder) -> None:
-    h = b.pick(2, 3, 4)
-    shape, axis = b.shape(h), b.axis(h)
-    n, name = shape[axis], b.fresh("n")
-    if len(shape) == 4:
-        form, init = b.among(
-            ("self.{n}({h})", "nn.BatchNorm2d({c})"), ("self.{n}({h})", "nn.GroupNorm(1, {c})"),
-            ("self.{n}({h})", "nn.GroupNorm({g}, {c})"), ("self.{n}({h})", "nn.InstanceNorm2d({c}, affine=True)"),
-            ("self.{n}({h})", "nn.InstanceNorm2d({c})"), ("F.local_response_norm({h}, 2)", ""),
-            ("self.{n}({h}.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)", "nn.LayerNorm({c})"),
-        )  # fmt: skip
-    else:
-        form, init = b.among(
-            ("self.{n}({h})", "nn.LayerNorm({c})"), ("self.{n}({h})", "nn.LayerNorm({c}, elementwise_affine=False)"),
-            ("F.layer_norm({h}, ({c},))", ""), ("F.rms_norm({h}, ({c},))", ""), ("self.{n}({h})", "nn.RMSNorm({c})"),
-            ("F.layer_norm({h}, {h}.shape[1:])", ""), ("F.rms_norm({h}, ({c},), eps=1e-6)", ""),
-            ("self.{n}({h}) + {h}", "nn.LayerNorm({c})"),
-            *([("self.{n}({h})", "nn.BatchNorm1d({c})"), ("self.{n}({h})", "nn.GroupNorm({g}, {c})"),
-               ("self.{n}({h})", "nn.BatchNorm1d({c}, affine=False)")] if len(shape) == 2 else
-              [("self.{n}({h}.transpose(1, 2)).transpose(1, 2)", "nn.BatchNorm1d({c})"), ("F.instance_norm({h})", "")]),
-        )  # fmt: skip
-    groups = b.among(*[g for g in (1, 2, 3, 4) if n % g == 0])
-    b.add((h,), form, ["self.{n} = " + init] if init else [], n=name, h=h, c=n, g=groups)
-
-
-@operator(1)
-def normalized_layer(b: Builder) -> None:
-    """A normalization right after a layer: its weights' scale is undone."""
-    h = b.pick(2)
-    layer, line = b.linear(h)
-    out = int(line.split(", ")[1].rstrip(")"))
-    name = b.fresh("n")
-    norms = "F.layer_norm({}, ({n},))", "F.normalize({}, dim=-1)", "self.{m}({})", "F.rms_norm({}, ({n},), eps=1e-6)"
-    form, init = b.among(*norms), [line]
-    if "{m}" in form:
-        init.append(f"self.{name} = nn.{b.among('BatchNorm1d', 'LayerNorm', 'RMSNorm')}({out})")
-    b.add((h,), "torch.relu(" + form.format(f"self.{layer}({h})", n=out, m=name) + ")", init)
-
-
-# products of two units
-@operator(2)
-def product(b: Builder) -> None:
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    if n > 6:
-        raise Unfit
-    out = b.width()
-    name, layer = b.fresh("p"), b.fresh("l")
-    if len(b.shape(h)) == 2:
-        g = b.pick(2, where=lambda s: s[0] == b.shape(h)[0] and s[1] <= 6)
-        m = b.shape(g)[-1]
-        form, init = b.among(
-            ("torch.einsum('bi,oij,bj->bo', {h}, self.{p}, {g})", ["self.{p} = nn.Parameter(torch.randn({o}, {n}, {m}))"]),
-            ("torch.einsum('bi,ij,bj->b', {h}, self.{p}, {g}).unsqueeze(-1)", ["self.{p} = nn.Parameter(torch.randn({n}, {m}))"]),
-            ("self.{l}({h}, {g})", ["self.{l} = nn.Bilinear({n}, {m}, {o})"]),
-            ("self.{l}(({h}.unsqueeze(2) * {g}.unsqueeze(1)).flatten(1))", ["self.{l} = nn.Linear({n} * {m}, {o})"]),
-            ("self.{l}(torch.bmm({h}.unsqueeze(2), {g}.unsqueeze(1)).flatten(1))", ["self.{l} = nn.Linear({n} * {m}, {o})"]),
-            ("self.{l}(torch.einsum('bi,bj->bij', {h}, {h}).flatten(1))", ["self.{l} = nn.Linear({n} * {n}, {o})"]),
-            ("({h} @ self.{p} * {g}).sum(-1, keepdim=True)", ["self.{p} = nn.Parameter(torch.randn({n}, {m}))"]),
-            ("torch.relu({h}.unsqueeze(-1) * self.{p}).flatten(1)", ["self.{p} = nn.Parameter(torch.randn({n}, 2))"]),
-            ("self.{l}(torch.relu({h} @ {g}.T if {h}.shape == {g}.shape else {h} @ {h}.T))", ["self.{l} = nn.Linear({B}, {o})"]),
-            ("torch.cdist({h}, self.{p})", ["self.{p} = nn.Parameter(torch.randn({o}, {n}))"]),
-            ("F.cosine_similarity({h}.unsqueeze(1), self.{p}, dim=-1)", ["self.{p} = nn.Parameter(torch.randn({o}, {n}))"]),
-            ("({h}.unsqueeze(1) - self.{p}).pow(2).sum(-1)", ["self.{p} = nn.Parameter(torch.randn({o}, {n}))"]),
-            ("torch.vmap(torch.outer)({h}, {g}).flatten(1)", []),
-        )  # fmt: skip
-    else:
-        g, m = h, n
-        form, init = b.among(
-            ("self.{l}((({h}.transpose(1, 2) @ {h}) / {h}.shape[1]).flatten(1))", ["self.{l} = nn.Linear({n} * {n}, {o})"]),
-            ("{h}.transpose(1, 2) @ {h}", []),
-            ("self.{l}({h} @ {h}.transpose(1, 2))", ["self.{l} = nn.Linear({T}, {o})"]),
-            ("torch.einsum('bti,btj->bij', {h}, {h}).flatten(1)", []),
-            ("torch.einsum('bti,ij,bsj->bts', {h}, self.{p}, {h})", ["self.{p} = nn.Parameter(torch.randn({n}, {n}))"]),
-            ("torch.cdist({h}, {h})", []),
-        )  # fmt: skip
-    batch, tokens = b.shape(h)[:2]
-    b.add((h, g), form, init, h=h, g=g, n=n, m=m, o=out, p=name, l=layer, B=batch, T=tokens)
-
-
-# attention
-@operator(2.5)
-def attention(b: Builder) -> None:
-    h = b.pick(3)
-    batch, tokens, n = b.shape(h)
-    heads, d = b.among((2, 2), (2, 3), (1, 4), (3, 2), (4, 2))
-    inner = heads * d
-    q, out, p, norm = b.fresh("l"), b.fresh("l"), b.fresh("p"), b.fresh("n")
-    values = {
-        "h": h, "B": batch, "T": tokens, "n": n, "H": heads, "d": d, "D": inner, "q": q, "o": out, "p": p, "m": norm,
-    }  # fmt: skip
-    init = ["self.{q} = nn.Linear({n}, 3 * {D})", f"self.{out} = nn.Linear({inner}, {n if b.flip() else b.width()})"]
-    split, merge = b.among(
-        (["q, k, v = self.{q}({h}).view({B}, {T}, 3, {H}, {d}).permute(2, 0, 3, 1, 4)"], "y.transpose(1, 2).reshape({B}, {T}, {D})"),
-        (["q, k, v = self.{q}({h}).view({B}, {T}, 3, {d}, {H}).permute(2, 0, 4, 1, 3)"], "y.permute(0, 2, 3, 1).reshape({B}, {T}, {D})"),
-        (["q, k, v = (z.view({B}, {T}, {H}, {d}).transpose(1, 2) for z in self.{q}({h}).chunk(3, -1))"],
-         "y.transpose(1, 2).reshape({B}, {T}, {D})"),
-        (["q, k, v = (z.view({B}, {T}, {d}, {H}).permute(0, 3, 1, 2) for z in self.{q}({h}).chunk(3, -1))"],
-         "y.permute(0, 2, 3, 1).reshape({B}, {T}, {D})"),
-        (["q, k, v = self.{q}({h}).view({B}, {T}, {H}, 3, {d}).permute(3, 0, 2, 1, 4)"], "y.transpose(1, 2).flatten(2)"),
-        (["q, k, v = self.{q}({h}).view({B}, {T}, {H}, 3 * {d}).transpose(1, 2).chunk(3, -1)"], "y.transpose(1, 2).flatten(2)"),
-        (["q, k, v = self.{q}({h}).unflatten(-1, (3, {H}, {d})).unbind(2)", "q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)"],
-         "torch.cat(y.unbind(1), -1)"),
-    )  # fmt: skip
-    qk = b.among(
-        ([], []), ([], []), (["q, k = F.layer_norm(q, ({d},)), F.layer_norm(k, ({d},))"], []),
-        (["q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)"], []),
-        (["q, k = F.rms_norm(q, ({d},)), F.rms_norm(k, ({d},))"], []),
-        (["q, k = self.{m}(q), self.{m}(k)"], ["self.{m} = nn.LayerNorm({d})"]),
-        (["q, k = self.{m}(q), self.{m}(k)"], ["self.{m} = nn.RMSNorm({d})"]),
-        (["q, k = torch.relu(q), torch.relu(k)"], []),
-        (["q = q * self.{p}"], ["self.{p} = nn.Parameter(torch.randn({H}, 1, 1))"]),
-    )  # fmt: skip
-    core = b.among(
-        ["y = F.scaled_dot_product_attention(q, k, v)"], ["y = F.scaled_dot_product_attention(q, k, v, is_causal=True)"],
-        ["a = (q @ k.transpose(-1, -2)) * {d} ** -0.5", "y = a.softmax(-1) @ v"],
-        ["a = torch.einsum('bhid,bhjd->bhij', q, k)", "y = torch.einsum('bhij,bhjd->bhid', a.softmax(-1), v)"],
-        ["a = (q @ k.transpose(-1, -2)).masked_fill(torch.ones({T}, {T}).triu(1).bool(), float('-inf'))", "y = a.softmax(-1) @ v"],
-        ["a = (q @ k.transpose(-1, -2)).masked_fill(torch.ones({T}, {T}).triu(1).bool(), -1e9)", "y = a.softmax(-1) @ v"],
-        ["y = q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)"],
-        ["a = torch.relu(q @ k.transpose(-1, -2))", "a = a / (a.sum(-1, keepdim=True) + 1e-6)", "y = a @ v"],
-        ["a = (q @ k.transpose(-1, -2)).softmax(-1)", "y = (a - a.mean(1, keepdim=True)) @ v"],
-    )  # fmt: skip
-    if b.flip(0.15):
-        name = b.fresh("l")
-        if n % heads:
-            raise Unfit
-        g = b.pick(3, where=lambda s: s[0] == batch and s[2] == n)
-        b.add((h, g), b.among(f"self.{name}({h}, {g}, {g})[0]", f"self.{name}({h}, {h}, {h}, need_weights=False)[0]"),
-              [f"self.{name} = nn.MultiheadAttention({n}, {heads}, batch_first=True)"])  # fmt: skip
-        return
-    body = [*split, *qk[0], *core, "{0} = self.{o}(" + merge + ")"]
-    b.add((h,), body, [*init, *qk[1]], **values)
-
-
-# several maps in one weight
-@operator(2.5)
-def stacked(b: Builder) -> None:
-    """Experts and heads whose weights are one tensor each, with axes in any order."""
-    h = b.pick(2, 3)
-    n = b.shape(h)[-1]
-    e, f, o = b.among(2, 3, 4), b.among(2, 3, 4), b.width()
-    w, v, c, r = b.fresh("w"), b.fresh("w"), b.fresh("p"), b.fresh("l")
-    lead = "bt"[: len(b.shape(h)) - 1]
-    sizes = {"e": e, "f": f, "i": n, "o": o}
-
-    def weight(name: str, letters: str) -> tuple[str, str]:
-        """The axes of a weight, and how it is written: itself, or a view of a parameter that is laid out otherwise."""
-        letters = "".join(b.random.sample(letters, len(letters))) if b.flip(0.7) else letters
-        held = "".join(b.random.sample(letters, len(letters))) if b.flip(0.3) else letters
-        view = "" if held == letters else f".permute({', '.join(str(held.index(x)) for x in letters)})"
-        shape = [sizes[x] for x in held]
-        if b.flip(0.2):
-            view = f".view({', '.join(map(str, shape))}){view}"
-            shape = b.among([shape[0] * shape[1], *shape[2:]], [*shape[:-2], shape[-2] * shape[-1]])
-        init.append(f"self.{name} = nn.Parameter(torch.randn({', '.join(map(str, shape))}))")
-        return letters, f"self.{name}{view}"
-
-    init: list[str] = []
-    lines: list[str] = []
-    order = "".join(b.random.sample("ef", 2))
-    bias = b.flip()
-    activation = b.among(*ACTIVATIONS[:12]).format("y")
-    if b.flip(0.3):  # all of a batched matrix product
-        flat = f"{h}.reshape(-1, {n})"
-        tokens = int(torch.Size(b.shape(h)).numel() // n)
-        copies = b.among(
-            f"{flat}.repeat({e}, 1).view({e}, -1, {n})", f"{flat}.unsqueeze(0).expand({e}, -1, -1)",
-            f"{flat}.unsqueeze(0).repeat({e}, 1, 1)", f"torch.stack([{flat}] * {e})",
-        )  # fmt: skip
-        gated = b.flip()
-        turned, made = b.flip(), 2 * f if gated else f
-        init.append(f"self.{v} = nn.Parameter(torch.randn({e}, {f}, {o}))")
-        init.append(f"self.{w} = nn.Parameter(torch.randn({e}, {made}, {n}){'' if turned else '.transpose(1, 2)'})")
-        lines.append(f"y = torch.bmm({copies}, self.{w}{'.transpose(1, 2)' if turned else ''})")
-        if bias:
-            init.append(f"self.{c} = nn.Parameter(torch.randn({e}, {made}))")
-            lines.append(
-                "y = y + " + b.among(f"self.{c}[:, None]", f"self.{c}.unsqueeze(1)", f"self.{c}.view({e}, 1, -1)")
-            )
-        if gated:
-            lines += [b.among("y, g = y.chunk(2, -1)", "y, g = y[..., ::2], y[..., 1::2]"), "y = y * torch.sigmoid(g)"]
-        else:
-            lines.append(f"y = {activation}")
-        lines.append(f"y = torch.bmm(y, self.{v})")
-        init.append(f"self.{r} = nn.Linear({n}, {e})")
-        lines.append(f"g = self.{r}({flat}).softmax(-1)")
-        if b.flip():
-            lines.append(f"g = torch.zeros_like(g).scatter(1, g.topk({min(2, e)}, -1)[1], 1.0) * g")
-        summed = f"(y * g.t().view({e}, {tokens}, 1)).sum(0)"
-        lines.append("y = " + b.among(summed, "torch.einsum('teo,te->to', y.transpose(0, 1), g)"))
-        lines.append(f"{{0}} = y.reshape({', '.join(map(str, (*b.shape(h)[:-1], o)))})")
-    else:
-        first, read = weight(w, "eif")
-        lines.append(f"y = torch.einsum('{lead}i,{first}->{lead}{order}', {h}, {read})")
-        if bias:
-            init.append(f"self.{c} = nn.Parameter(torch.randn({', '.join(str(sizes[x]) for x in order)}))")
-            lines.append(f"y = y + self.{c}")
-        how = b.among("experts", "summed", "flat", "attention", "mean", "experts")
-        lines.append(f"y = {activation}")
-        if how == "experts":
-            init.append(f"self.{r} = nn.Linear({n}, {e})")
-            lines.append(f"g = self.{r}({h}).softmax(-1)")
-            second, read = weight(v, "efo")
-            whole = f"torch.einsum('{lead}{order},{second},{lead}e->{lead}o', y, {read}, g)"
-            each = f"(torch.einsum('{lead}{order},{second}->{lead}eo', y, {read}) * g[..., None]).sum(-2)"
-            lines.append("{0} = " + b.among(whole, each))
-        elif how == "attention":
-            if len(lead) < 2:
-                raise Unfit
-            second, read = weight(v, "efo")
-            lines += [
-                f"g = torch.einsum('bt{order},bs{order}->bets', y, y.flip(1)).softmax(-1)",
-                f"y = torch.einsum('bets,bs{order}->bt{order}', g, y)",
-                f"{{0}} = torch.einsum('bt{order},{second}->bto', y, {read})",
-            ]
-        elif how == "flat":
-            init.append(f"self.{r} = nn.Linear({e * f}, {o})")
-            lines.append(f"{{0}} = self.{r}(y.flatten(-2))")
-        else:
-            second, read = weight(v, "efo")
-            lines.append(f"{{0}} = torch.einsum('{lead}{order},{second}->{lead}o', y, {read})" if how == "summed"
-                         else f"{{0}} = y.mean({b.among(-1, -2)})")  # fmt: skip
-    b.add((h,), lines, init)
-
-
-# convolutions
-@operator(4)
-def convolution(b: Builder) -> None:
-    h = b.pick(4)
-    c = b.shape(h)[1]
-    out = b.width()
-    name = b.fresh("l")
-    divisors = [g for g in (2, 3, 4, c) if c % g == 0] or [1]
-    g = b.random.choice(divisors)
-    b.add((h,), f"self.{name}({h})", [f"self.{name} = " + b.among(
-        f"nn.Conv2d({c}, {out}, 3, padding=1)", f"nn.Conv2d({c}, {out}, 1)", f"nn.Conv2d({c}, {out}, 1, bias=False)",
-        f"nn.Conv2d({c}, {c}, 3, padding=1, groups={c})", f"nn.Conv2d({c}, {2 * c}, 1, groups={c})",
-        f"nn.Conv2d({c}, {g * b.among(1, 2)}, 1, groups={g})", f"nn.Conv2d({c}, {c}, 3, padding=1, groups={g}, bias=False)",
-        f"nn.ConvTranspose2d({c}, {out}, 1)", f"nn.ConvTranspose2d({c}, {c}, 1, groups={g})",
-        f"nn.Conv2d({c}, {out}, 3, padding=1, padding_mode='circular')",
-    )])  # fmt: skip
-
-
-@operator(2)
-def planted_convolution(b: Builder) -> None:
-    h = b.pick(4)
-    c = b.shape(h)[1]
-    width, first, second, norm = b.width(), b.fresh("l"), b.fresh("l"), b.fresh("n")
-    inner, extra = f"self.{first}({h})", []
-    if b.flip(0.4):
-        extra = [f"self.{norm} = nn.{b.among('BatchNorm2d', 'InstanceNorm2d')}({width})"]
-        inner = f"self.{norm}({inner})"
-    act = b.among(*ACTIVATIONS[:8]).format(inner)
-    b.add((h,), f"self.{second}({act})", [
-        f"self.{first} = nn.Conv2d({c}, {width}, {b.among('1', '3, padding=1')})", *extra,
-        f"self.{second} = nn.Conv2d({width}, {b.width()}, 1)",
-    ], planted=[f"{first}.weight"])  # fmt: skip
-
-
-@operator(3)
-def image(b: Builder) -> None:
-    h = b.pick(4)
-    batch, c, height, width = b.shape(h)
-    name, out = b.fresh("l"), b.width()
-    options: list[tuple[str, list[str]]] = [
-        ("F.max_pool2d({h}, 2, ceil_mode=True)", []), ("F.avg_pool2d({h}, 2, ceil_mode=True)", []), ("F.interpolate({h}, scale_factor=2)", []),
-        ("F.interpolate({h}, size=(4, 4), mode='bilinear')", []), ("{h}.mean((2, 3), keepdim=True)", []),
-        ("F.adaptive_avg_pool2d({h}, 2)", []), ("self.{l}({h}.flatten(1))", ["nn.Linear({c} * {H} * {W}, {o})"]),
-        ("{h} * torch.sigmoid(self.{l}({h}.mean((2, 3), keepdim=True)))", ["nn.Conv2d({c}, {c}, 1)"]),
-        ("{h} * torch.sigmoid(self.{l}({h}.mean((2, 3))))[:, :, None, None]", ["nn.Linear({c}, {c})"]),
-        ("{h} + self.{l}({h})", ["nn.Conv2d({c}, {c}, 3, padding=1)"]), ("self.{l}({h}) + {h}", ["nn.Conv2d({c}, {c}, 1, bias=False)"]),
-        ("torch.roll({h}, (1, 1), (2, 3))", []), ("F.pad({h}, (1, 1, 1, 1), mode='reflect')" if height > 1 and width > 1 else "{h}", []),
-        ("torch.rot90({h}, 1, (2, 3))", []), ("{h} * self.{l}", ["nn.Parameter(torch.randn({c}, 1, 1))"]),
-        ("self.{l}({h})", ["nn.PReLU({c})"]), ("F.pixel_unshuffle({h}, 2)" if height % 2 == 0 and width % 2 == 0 else "{h}", []),
-        ("F.unfold({h}, 2).transpose(1, 2)" if height > 1 and width > 1 else "{h}", []), ("{h}.amax(1, keepdim=True) * {h}", []),
-        ("{h} * torch.sigmoid(self.{l}(torch.cat([{h}.mean(1, keepdim=True), {h}.amax(1, keepdim=True)], 1)))", ["nn.Conv2d(2, 1, 3, padding=1)"]),
-        ("torch.fft.irfft2(torch.fft.rfft2({h}) * self.{l}, s=({H}, {W}))",
-         ["nn.Parameter(torch.randn({c}, {H}, {W} // 2 + 1, dtype=torch.complex64))"]),
-        ("{h}.softmax(1)", []), ("{h}.flatten(2).softmax(-1).view({B}, {c}, {H}, {W})", []),
-        ("self.{l}(({h}.flatten(2) @ {h}.flatten(2).transpose(1, 2)).flatten(1))", ["nn.Linear({c} * {c}, {o})"]),
-        ("torch.cat([{h}, torch.zeros_like({h})], 1)[:, :, ::1]", []),
-        ("F.pad({h}[:, :, ::2, ::2], (0, 0, 0, 0, 1, 1)) + self.{l}({h})" if height % 2 == 0 and width % 2 == 0 else "{h}",
-         ["nn.Conv2d({c}, {c} + 2, 1, stride=2)"]),
-        ("self.{l}({h}) + F.pad({h}, (0, 0, 0, 0, 0, 2))", ["nn.Conv2d({c}, {c} + 2, 1)"]),
-    ]  # fmt: skip
-    if c % 2 == 0:
-        options += [
-            ("{h}.view({B}, 2, {c} // 2, {H}, {W}).transpose(1, 2).reshape({B}, {c}, {H}, {W})", []),
-            ("torch.cat([{h}.chunk(2, 1)[0], torch.relu({h}.chunk(2, 1)[1])], 1)", []),
-            ("self.{l}({h}).chunk(2, 1)[0] + {h}.chunk(2, 1)[1]", ["nn.Conv2d({c}, {c}, 1, groups=2)"]),
-            ("{h}.view({B}, {c} // 2, 2, {H}, {W}).amax(2)", []),
-        ]
-    if c % 4 == 0:
-        options += [("F.pixel_shuffle({h}, 2)", []), ("F.pixel_shuffle(F.channel_shuffle({h}, 2), 2)", [])]
-    if c % 2 == 0:
-        options += [("F.pixel_shuffle(torch.cat([{h}, {h}], 1), 2)", [])]
-    form, init = b.random.choice(options)
-    if form == "{h}":
-        raise Unfit
-    made = [f"self.{name} = {line}" for line in init]
-    b.add((h,), form, made, h=h, l=name, c=c, B=batch, H=height, W=width, o=out)
-
-
-@operator(1)
-def convolution_of_a_sequence(b: Builder) -> None:
-    h = b.pick(3)
-    c, name = b.shape(h)[1], b.fresh("l")
-    n = b.shape(h)[2]
-    b.add((h,), *b.among(
-        (f"self.{name}({h})", [f"self.{name} = nn.Conv1d({c}, {b.width()}, 1)"]),
-        (f"self.{name}({h}.transpose(1, 2)).transpose(1, 2)", [f"self.{name} = nn.Conv1d({n}, {b.width()}, 3, padding=1)"]),
-        (f"self.{name}({h}.transpose(1, 2)).transpose(1, 2)", [f"self.{name} = nn.Conv1d({n}, {n}, 3, padding=1, groups={n})"]),
-        (f"F.avg_pool1d({h}.transpose(1, 2), 2).transpose(1, 2)", []),
-        (f"F.max_pool1d({h}.transpose(1, 2), 2).transpose(1, 2)", []),
-        (f"self.{name}({h}.transpose(1, 2)).transpose(1, 2) + {h}", [f"self.{name} = nn.Linear({c}, {c})"]),
-    ))  # fmt: skip
-
-
-# recurrent cells
-@operator(1.2)
-def recurrent(b: Builder) -> None:
-    h = b.pick(3)
-    n, width, name = b.shape(h)[2], b.width(), b.fresh("l")
-    batch, tokens = b.shape(h)[:2]
-    both = b.flip(0.3)
-    style = b.among("cell", "lstm cell", "module", "module", "lstm", "own")
-    if style == "cell":
-        plain = f"nn.RNNCell({n}, {width}"
-        cell = b.among(f"{plain})", f"nn.GRUCell({n}, {width})", f"{plain}, nonlinearity='relu')")
-        b.add((h,), ["s = " + f"{h}.new_zeros({batch}, {width})", f"for t in range({tokens}):", f"    s = self.{name}({h}[:, t], s)", "{0} = s"],
-              [f"self.{name} = {cell}"], planted=[])  # fmt: skip
-    elif style == "lstm cell":
-        b.add((h,), [f"s, c = torch.zeros({batch}, {width}), torch.zeros({batch}, {width})", f"for t in range({tokens}):",
-                     f"    s, c = self.{name}({h}[:, t], (s, c))", "{0} = s"], [f"self.{name} = nn.LSTMCell({n}, {width})"])  # fmt: skip
-    elif style == "own":
-        other = b.fresh("l")
-        b.add((h,), [f"s = torch.zeros({batch}, {width})", "kept = []", f"for z in {h}.unbind(1):",
-                     f"    s = torch.tanh(self.{name}(z) + self.{other}(s))", "    kept.append(s)", "{0} = torch.stack(kept, 1)"],
-              [f"self.{name} = nn.Linear({n}, {width})", f"self.{other} = nn.Linear({width}, {width})"])  # fmt: skip
-    else:
-        kind = "LSTM" if style == "lstm" else b.among("GRU", "RNN")
-        extra = ", bidirectional=True" if both else ""
-        layers = ", num_layers=2" if b.flip(0.3) else ""
-        b.add((h,), f"self.{name}({h})[0]", [f"self.{name} = nn.{kind}({n}, {width}, batch_first=True{extra}{layers})"])
-
-
-# indices
-@operator(1.5)
-def indexed(b: Builder) -> None:
-    h = b.pick(2, 3)
-    shape = b.shape(h)
-    n, out, name, layer = shape[-1], b.width(), b.fresh("l"), b.fresh("l")
-    options: list[tuple[list[str], list[str]]] = [
-        (["{0} = self.{l}({h}.argmax(-1))"], ["self.{l} = nn.Embedding({n}, {o})"]),
-        (["i = ({h}.unsqueeze(-2) - self.{l}.weight).pow(2).sum(-1).argmin(-1)", "{0} = self.{l}(i)"], ["self.{l} = nn.Embedding(4, {n})"]),
-        (["i = ({h}.unsqueeze(-2) - self.{l}.weight).pow(2).sum(-1).argmin(-1)", "{0} = {h} + (self.{l}(i) - {h}).detach()"],
-         ["self.{l} = nn.Embedding(4, {n})"]),
-        (["{0} = F.one_hot({h}.argmax(-1), {n}).float() @ self.{l}"], ["self.{l} = nn.Parameter(torch.randn({n}, {o}))"]),
-        (["{0} = F.one_hot({h}.argmax(-1), {n}) * {h}"], []),
-        (["v, i = {h}.topk(2, -1)", "{0} = torch.zeros_like({h}).scatter(-1, i, v)"], []),
-        (["v, i = {h}.max(-1, keepdim=True)", "{0} = {h} * v + i.float()"], []),
-        (["i = {h}.argsort(-1)", "{0} = {h}.gather(-1, i)"], []),
-        (["v, i = {h}.sort(-1, descending=True)", "{0} = v"], []),
-        (["g = self.{l}({h}).softmax(-1)", "{0} = g[..., :1] * self.{m}({h}) + g[..., 1:2] * torch.relu({h} @ self.{m}.weight.T)"],
-         ["self.{l} = nn.Linear({n}, 2)", "self.{m} = nn.Linear({n}, {o})"]),
-        (["{0} = {h}.round() * 0.5"], []), (["{0} = {h} * {h}.argmax(-1, keepdim=True)"], []),
-        (["{0} = torch.where({h}.long() > 0, {h}, -{h})"], []), (["{0} = ({h} > 0).float() * 0.5"], []),
-        (["{0} = torch.bucketize({h}, torch.tensor([-1.0, 0.0, 1.0])).float()"], []),
-        (["{0} = torch.take_along_dim({h}, {h}.argsort(-1), -1)"], []),
-    ]  # fmt: skip
-    if len(shape) == 3:
-        T = shape[1]
-        edges = [[b.random.randrange(T) for _ in range(6)] for _ in range(2)]
-        options += [
-            ([f"s, d = torch.tensor({edges})", "{0} = torch.zeros_like({h}).index_add(1, d, torch.relu(self.{m}({h}))[:, s])"],
-             ["self.{m} = nn.Linear({n}, {n})"]),
-            ([f"s, d = torch.tensor({edges})", "{0} = self.{m}({h}) + torch.zeros({B}, {T}, {o}).index_add(1, d, self.{l}({h})[:, s])"],
-             ["self.{m} = nn.Linear({n}, {o})", "self.{l} = nn.Linear({n}, {o})"]),
-            ([f"d = torch.tensor({edges[0]})", "{0} = {h}.new_zeros({B}, {T}, {n}).scatter_add(1, d.view(1, -1, 1).expand({B}, -1, {n}), {h}[:, d])"], []),
-            (["i = {h}.norm(dim=-1).argmax(1)", "{0} = {h}[torch.arange({B}), i]"], []),
-            (["i = self.{m}({h}).squeeze(-1).topk(2, 1)[1]", "{0} = {h}.gather(1, i.unsqueeze(-1).expand(-1, -1, {n}))"],
-             ["self.{m} = nn.Linear({n}, 1)"]),
-        ]  # fmt: skip
-    form, init = b.random.choice(options)
-    b.add((h,), form, init, h=h, n=n, o=out, l=name, m=layer, B=shape[0], T=shape[1])
-
-
-@operator(0.8)
-def dead(b: Builder) -> None:
-    """Something that no output depends on, over a hidden layer that one does."""
-    h = b.pick(2, 3, 4)
-    g = b.like(h) if b.flip() and [n for n in b.pool if n != h and b.shape(n) == b.shape(h)] else h
-    form = b.among("{0}.cumsum(-1)", "{0} + {1}", "{0} * torch.arange({2})", "{0}.flip(-1) + {0}", "{0}[..., 0] * 2")
-    b.add((h, g) if g != h else (h,), form.format(h, g, b.shape(h)[-1]))
-    b.pool.pop()
-
-
-@operator(0.6)
-def embedded(b: Builder) -> None:
-    name, out = b.fresh("l"), b.width()
-    if "tokens" not in b.inputs:
-        tokens = [[b.random.randrange(7) for _ in range(4)] for _ in range(3)]
-        b.inputs["tokens"] = f"torch.tensor({tokens})"
-        b.space["tokens"] = torch.tensor(tokens)
-    form = b.among("self.{l}(tokens)", "self.{l}(tokens).sum(1)", "F.embedding(tokens, self.{l}.weight)",
-                   "F.one_hot(tokens, 7).float() @ self.{l}.weight", "self.{l}.weight[tokens]")  # fmt: skip
-    b.add(("tokens",), form.format(l=name), [f"self.{name} = nn.Embedding(7, {out})"])
-
-
-# -- a module ---------------------------------------------------------------------------------------------------------
+        if "unread" not in operator.words:
+            self.pool += [name for name in node.makes if self.space[name].dtype == torch.float32]
+        if "shared" in operator.words:
+            self.layers |= {own["l"]: (self["N"], self["O"])}
+        return node.makes[0]
+
+    def goes_with(self, x: str, y: str, words: tuple[str, ...]) -> bool:
+        one, two = self.shape(x), self.shape(y)
+        if "rows" in words:
+            k = axis(one)
+            return len(one) == len(two) and one[:k] == two[:k] and one[k + 1 :] == two[k + 1 :]
+        return "same" not in words or (x != y and one == two)
+
+    def filled(self, program: str, parts: str) -> tuple[list[str], list[str], dict[str, str]]:
+        """Lines of ``forward`` and of ``__init__``, with numbers and parts' names in them, and those names."""
+
+        def numbers(text: str) -> str:
+            return re.sub(r"\b[A-Z]\b|[A-Z]{2,}", lambda m: str(self[m[0]]) if m[0] in SYMBOLS else m[0], text)
+
+        def named(text: str) -> str:
+            return re.sub(r"\bself\.(\w+)", lambda m: f"self.{own.get(m[1], m[1])}", text)
+
+        program = numbers(program)
+        given = [part.strip().partition("=") for part in parts.split(";") if part.strip()]
+        given = [part for part in given if re.search(rf"self\.{part[0].split('.')[0]}\b", program)]
+        own = {name: self.fresh(name[0]) for name, _, _ in given if "." not in name}
+        init = []
+        for name, _, value in given:
+            value, place = numbers(value), named(f"self.{name}")
+            if value[0] == "~":
+                init.append(f'self.register_buffer("{own[name]}", {value[1:]})')
+            elif value[0] == "(":
+                init.append(f"{place} = nn.Linear{value[:-1]}{self.among('', '', '', '', ', bias=False')})")
+            elif value[0] == "[":
+                init.append(f"{place} = nn.Parameter(torch.randn({value[1:-1]}))")
+            else:
+                init.append(f"{place} = {value}")
+        lines = named(program).split(";")
+        if not re.search(r"\br\b", program):
+            lines[-1] = "r = " + lines[-1].strip()
+        return [line.strip() for line in lines], init, own
+
+    def try_to_add(self, operator: Operator, x: str = "") -> str:
+        """The result of an operator, or nothing where it does not fit: then all is as it was."""
+        nodes, pool, layers = len(self.nodes), list(self.pool), dict(self.layers)
+        before = {name: self.space[name].clone() for name in pool}
+        try:
+            return self.add(operator, x)
+        except (Unfit, IndexError, RuntimeError, TypeError, ValueError, ZeroDivisionError):
+            del self.nodes[nodes:]
+            self.pool, self.layers = pool, layers
+            self.space |= before
+            return ""
+
+
+WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
+"""Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
+EVERYWHERE, ELSEWHERE = Operator.table(OPERATORS), Operator.table(BEYOND)
+NAMED = {operator.name: operator for operator in EVERYWHERE}
 
 
 def random_module(seed: int) -> Module:
     """A random module whose outputs depend on its weights; the same for the same seed."""
-    return _first(seed, OPERATORS, (), lambda module: True)
+    return first(seed, EVERYWHERE, ())
 
 
 def beyond_module(seed: int) -> Module:
     """A random module that does something else on other inputs, or in training, than on its example."""
-    names = {function.__name__ for function, _ in BEYOND}
-    beyond = [*OPERATORS, *BEYOND, *BEYOND]
-    return _first(seed, beyond, OPTIONS, lambda module: bool(names & {node.kind for node in module.nodes}))
+    return first(seed, [*EVERYWHERE, *ELSEWHERE, *ELSEWHERE], ("n=2", "m=None"))
 
 
-def _first(
-    seed: int, operators: list[tuple[Operator, float]], options: tuple[str, ...], fits: Callable[[Module], bool]
-) -> Module:
+def first(seed: int, operators: list[Operator], options: tuple[str, ...]) -> Module:
+    """The first module that fits of those that a seed gives."""
+    beyond = {operator.name for operator in ELSEWHERE}
     for attempt in range(20):
-        module = _drawn(seed + 1_000_003 * attempt, operators, options)
-        if fits(module) and module.outputs and depends_on_weights(module):
+        module = drawn(seed + 1_000_003 * attempt, operators, options)
+        fits = not options or beyond & {node.kind for node in module.nodes}
+        if fits and module.outputs and module.depends_on_weights:
             return module
     raise RuntimeError(f"no module that fits was drawn from seed {seed}")
 
 
-OPTIONS = ("n=2", "m=None")
-WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
-"""Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
-
-
-@beyond(5)
-def rows_of_a_table(b: Builder) -> None:
-    """``n`` rows of six, or one of them: the example reads the first two, or the third."""
-    h = b.pick(2, 3)
-    name, line = b.parameter(6, b.shape(h)[-1])
-    table = b.among(f"self.{name}", f"(2 * self.{name})", f"(self.{name} - self.{name}.mean(0))", f"self.{name}.tanh()",
-                    f"F.normalize(self.{name}, dim=-1)")  # fmt: skip
-    read = b.among("{0}[:n].sum(0)", "{0}[n]", "{0}[torch.arange(n)].amax(0)", "{0}.narrow(0, 0, n).sum(0)",
-                   "F.embedding(torch.arange(n), {0}).sum(0)", "F.normalize({0}[:n], dim=-1).sum(0)",
-                   "{0}.split([n, 6 - n])[0].sum(0)", "{0}.unbind(0)[n]").format(table)  # fmt: skip
-    b.add((h,), f"{h} + {read}", [line])
-
-
-@beyond(3)
-def some_units(b: Builder) -> None:
-    """The first units, as many as ``n`` says, of a layer that nothing else reads."""
-    h = b.pick(2, 3)
-    name, line = b.linear(h, 6)
-    b.add((h,), b.among(*ACTIVATIONS[:8]).format(f"self.{name}({h})") + "[..., :n].sum(-1, keepdim=True)", [line])
-
-
-@beyond(4)
-def weighed_by_the_size(b: Builder) -> None:
-    """Constants that follow ``n``, for rows of a table and for units; and a table of which a part is read twice."""
-    h = b.pick(2, 3)
-    mask, ramp = "(torch.arange(6) < n).float()", "(torch.arange(6.) / n).tanh()"
-    constant = b.among(mask, ramp, "F.one_hot(torch.tensor(n), 6).float()")
-    if b.flip():
-        name, line = b.linear(h, 6)
-        act = b.among(*ACTIVATIONS[:8]).format(f"self.{name}({h})")
-        b.add((h,), f"({act} * {constant}).sum(-1, keepdim=True)", [line])
-        return
-    name, line = b.parameter(6, b.shape(h)[-1])
-    read = b.among(f"{constant} @ self.{name}", f"self.{name}[:n].sum(0) + self.{name}.mean(0)")
-    b.add((h,), f"{h} + {read}", [line])
-
-
-@beyond(2)
-def another_way(b: Builder) -> None:
-    h = b.pick(2, 3)
-    name, line = b.linear(h)
-    acts = (*ACTIVATIONS, "{0}.cumsum(-1)", "{0}.sort(-1)[0]")
-    one, two = (b.among(*acts).format(f"self.{name}({h})") for _ in range(2))
-    b.add((h,), f"{one} if n < 3 else {two}", [line])
-
-
-@beyond(3)
-def in_training(b: Builder) -> None:
-    h, other = b.pick(2, 3), b.pick(2, 3)
-    (name, line), size = b.linear(other, b.shape(h)[-1]), b.shape(h)[-1]
-    p, p_line = b.parameter(size)
-    more = b.among(f"self.{name}({other}).mean()", f"self.{name}({other}).sum(0).sum() * self.{p}", f"self.{p}")
-    b.add((h, other), f"({h} + {more}) if self.training else {h}", [line, p_line])
-
-
-@beyond(3)
-def an_expert(b: Builder) -> None:
-    h = b.pick(2, 3)
-    (one, first), (two, second) = b.linear(h, size := b.width()), b.linear(h, size)
-    b.add((h,), f"self.{one}({h}) if n < 3 else self.{two}({h})", [first, second])
-
-
-@beyond(3)
-def an_option(b: Builder) -> None:
-    h = b.pick(2, 3)
-    name, line = b.parameter(b.shape(h)[-1])
-    given = b.among(f"{h} + m * self.{name}", f"{h} * self.{name}")
-    b.add((h,), f"{h} if m is None else {given}", [line])
-
-
-@beyond(6)
-def the_largest(b: Builder) -> None:
-    """Positions of the largest entries, which equal numbers have in an order of their own."""
-    h = b.pick(2)
-    act = b.among("{0}", "torch.relu({0})", "{0}.sigmoid()", "F.leaky_relu({0})", "{0}.softmax(-1)", "({0} - {0}.relu())",
-                  "F.elu({0}, 0.0)", "F.dropout({0}, 0.5, False)", "F.layer_norm({0}, {0}.shape[-1:])",
-                  "({0} * {0}.relu())", "{0}.exp()")  # fmt: skip
-    if b.flip():
-        name, line = b.linear(h, size := b.width())
-        bias, source = b.flip(), f"self.{name}({h})"
-        init = [line if bias or "bias" in line else line.replace(")", ", bias=False)")]
-    else:
-        size, source, init = b.shape(h)[-1], h, []
-    codes, code_line = b.parameter(size, b.width())
-    found = b.among("{0}.argmax(-1)", "{0}.topk(1).indices[:, 0]", "{0}.max(-1)[1]", "{0}.argsort(-1)[:, -1]")
-    b.add((h,), f"self.{codes}[{found.format(act.format(source))}]", [*init, code_line])
-
-
-def depends_on_weights(module: Module) -> bool:
-    """Whether other weights give other outputs."""
-    results = []
-    for seed in range(4):
-        model, inputs = module.build(seed)
-        with torch.no_grad():
-            results.append([t for t in tree_leaves(model(*inputs)) if isinstance(t, Tensor)])
-    return any(
-        not torch.equal(a.nan_to_num(), b.nan_to_num())
-        for other in results[1:]
-        for a, b in zip(results[0], other, strict=True)
-    )
-
-
-def _drawn(seed: int, operators: list[tuple[Operator, float]], options: tuple[str, ...]) -> Module:
+def drawn(seed: int, operators: list[Operator], options: tuple[str, ...]) -> Module:
     b = Builder(seed)
-    b.space |= {"n": 2, "m": None}
     kind = b.among("vector", "vector", "sequence", "sequence", "image", "mixed")
     shapes = {"vector": [(3, 5)], "sequence": [(2, 4, 5)], "image": [(2, 3, 4, 4)], "mixed": [(2, 4), (2, 4, 4)]}[kind]
-    if b.flip(0.15):
+    if b.random.random() < 0.15:
         shapes = [*shapes, shapes[0]]
     for k, shape in enumerate(shapes):
         name = f"x{k}" if k else "x"
-        expression = f"torch.randn({', '.join(map(str, shape))}, generator=torch.Generator().manual_seed({k}))"
-        b.inputs[name] = expression
-        b.space[name] = torch.randn(*shape, generator=torch.Generator().manual_seed(k))
+        b.inputs[name] = f"torch.randn({', '.join(map(str, shape))}, generator=torch.Generator().manual_seed({k}))"
+        b.space[name] = eval(b.inputs[name], b.space)
         b.pool.append(name)
     size = b.random.randint(3, 11)
-    functions, weights = zip(*operators, strict=True)
-    _try(b, convolution if kind == "image" else linear)
+    b.try_to_add(NAMED["convolution" if kind == "image" else "linear"])
+    weights = [operator.weight for operator in operators]
     for _ in range(400):
         if len(b.nodes) >= size:
             break
-        _try(b, b.random.choices(functions, weights)[0])
-    outputs = _outputs(b)  # adds nodes
-    return Module(dict(b.inputs), tuple(b.nodes), tuple(outputs), options=options)
+        b.try_to_add(b.random.choices(operators, weights)[0])
+    outputs = heads(b)  # adds nodes
+    return Module(b.inputs, tuple(b.nodes), tuple(outputs), options)
 
 
-def _try(b: Builder, function: Operator) -> bool:
-    """Add an operator's nodes, if it fits."""
-    nodes, pool, names = len(b.nodes), list(b.pool), set(b.space)
-    before = {n: b.space[n].clone() for n in pool}
-    b.kind = function.__name__
-    try:
-        function(b)
-    except (Unfit, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
-        del b.nodes[nodes:]
-        b.pool = pool
-        for name, value in before.items():
-            b.space[name] = value
-        for name in set(b.space) - names:
-            if re.fullmatch(r"h\d+", name):
-                del b.space[name]
-        return False
-    return True
-
-
-def _outputs(b: Builder) -> list[str]:
+def heads(b: Builder) -> list[str]:
     """Heads on late values: most of them linear, so that the hidden units stay hidden."""
-    b.kind = "head"
+    read = {name for node in b.nodes for name in node.reads}
+    made = [name for name in b.pool if name not in b.inputs and len(b.shape(name)) in (2, 3, 4)]
+    leaves = [name for name in made if name not in read]
     outputs: list[str] = []
-    read = {r for n in b.nodes for r in n.reads}
-    leaves = [n for n in b.pool if n not in read and n not in b.inputs]
     for _ in range(b.among(1, 1, 2, 2, 3)):
-        for _ in range(20):
-            h = b.random.choice(leaves) if leaves and b.flip(0.8) else b.pick(2, 3, 4)
-            if h in b.inputs or len(b.shape(h)) not in (2, 3, 4):
-                continue
-            count, head = len(b.nodes), b.fresh("l")
-            if len(b.shape(h)) == 4:
-                c = b.shape(h)[1]
-                flat = b.shape(h)[1] * b.shape(h)[2] * b.shape(h)[3]
-                value, init = b.among(
-                    (f"self.{head}({h}.mean((2, 3)))", [f"self.{head} = nn.Linear({c}, 3)"]),
-                    (f"self.{head}({h}.flatten(1))", [f"self.{head} = nn.Linear({flat}, 3)"]),
-                    (f"self.{head}({h})", [f"self.{head} = nn.Conv2d({c}, 2, 1)"]),
-                    (h + ".clone()", []),
-                )  # fmt: skip
-            else:
-                n = b.shape(h)[-1]
-                linear_head = (f"self.{head}({h})", [f"self.{head} = nn.Linear({n}, 3)"])
-                value, init = b.among(*[linear_head] * 4, (f"({h} * 1)", []), (f"{h}.sum(-1)", []))
-            form = b.among(*["{0}"] * 10, "{0}.softmax(-1)", "{0}.log_softmax(-1)", "({0} / 0.1).tanh()", "{0}.argmax(-1)",
-                           "{0}.max(-1)[0]", "{0}.max(-1)[1]", "{0}.min(-1)[1]", "{0}.topk(1, -1)[1]", "{0} > 0", "{0}.argsort(-1)",
-                           "{0}.median(-1)[1]", "{0}.masked_fill({0} < -1, float('-inf'))", "torch.cat([{0}, 0 * {0}], -1)",
-                           "{0}.masked_fill({0} < 0, -1e9)", "{0}.sort(-1)[1]", "{0}.norm(dim=-1)", "{0}.sum()")  # fmt: skip
-            try:
-                outputs.append(b.add((h,), form.format(value), init))
-            except (Unfit, RuntimeError, IndexError):
-                del b.nodes[count:]
-                continue
-            break
+        for _ in range(20 if made else 0):
+            value = b.among(*leaves) if leaves and b.random.random() < 0.8 else b.pick(made)
+            if output := b.try_to_add(NAMED["image_head" if len(b.shape(value)) == 4 else "head"], value):
+                outputs.append(output)
+                break
     return outputs

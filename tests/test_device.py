@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import generator, normal
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 import tu_symmetry as tus
@@ -28,37 +30,42 @@ def network(width: int = 8) -> nn.Module:
 
 
 def states(count: int = 3) -> list[dict[str, Tensor]]:
-    found = []
-    for seed in range(count):
-        generator = torch.Generator().manual_seed(seed)
-        found.append(
-            {
-                name: torch.rand(t.shape, generator=generator, dtype=t.dtype) + 0.1 if t.is_floating_point() else t
-                for name, t in network().state_dict().items()
-            }
-        )
-    return found
+    names = network().state_dict().items()
+    return [{n: (normal(*t.shape, seed=seed).abs() + 0.1).to(t.dtype) for n, t in names} for seed in range(count)]
 
 
 def data() -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "dtype": torch.float64, "device": "cpu"}
-    x = torch.randn(30, 5, **options)
-    return x, (x @ torch.randn(5, 3, **options)).argmax(-1)
+    x = normal(30, 5)
+    return x, (x @ normal(5, 3, seed=1)).argmax(-1)
 
 
 def moved(value: Any, device: Any) -> Any:
-    return torch.utils._pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, value)
+    return tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, value)
 
 
-def permuted(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
-    permutation = moved(tus.random_permutation(graph, generator=torch.Generator().manual_seed(1)), device)
+def with_waves(model: nn.Module) -> nn.Module:
+    """A network with weights that no generator draws."""
+    model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
+    return model
+
+
+def perceptron(device: Any) -> nn.Module:
+    return with_waves(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(device))
+
+
+def permuted(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    permutation = moved(tus.random_permutation(graph, generator=generator(1)), device)
     assert tus.transposition_count(tus.compose(permutation, tus.invert(permutation))) == 0
-    return tus.apply_permutation(graph, permutation, everything[0])
+    return tus.apply_permutation(graph, permutation, every[0])
 
 
-def matched(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
-    start = moved(tus.random_permutation(graph, generator=torch.Generator().manual_seed(1)), device)
-    one, two = everything[:2]
+def scaled(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    return tus.apply_scale(graph, moved(tus.random_scale(graph, generator=generator(1)), device), every[0])
+
+
+def matched(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    start = moved(tus.random_permutation(graph, generator=generator(1)), device)
+    one, two = every[:2]
     found = [
         tus.weight_matching(graph, one, two),
         tus.weight_matching(graph, one, two, solver="descent", init=start),
@@ -67,45 +74,29 @@ def matched(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
     return [tus.apply_permutation(graph, m.permutation, two) for m in found]
 
 
-def merged(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
+def aligned(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    return [tus.align(graph, every, reference=name).states for name in ("first", "medoid", "mean", "universe")]
+
+
+def merged(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
     loader = [(x, data()[1].to(device))]
-    found = tus.merge(graph, everything, network().to(device), loader, correction="repair")
-    barrier = tus.loss_barrier(network().to(device), *everything[:2], loader, nn.functional.cross_entropy)
+    found = tus.merge(graph, every, network().to(device), loader, correction="repair")
+    barrier = tus.loss_barrier(network().to(device), *every[:2], loader, nn.functional.cross_entropy)
     return found.state, torch.as_tensor(float(barrier.barrier), device=device)
 
 
-def compact(graph: Any, everything: Any, x: Tensor, device: Any) -> Any:
-    posterior = tus.CompactPosterior.from_states(everything, graph, align=True)
-    drawn = posterior.sample(2, generator=torch.Generator().manual_seed(0))
-    return (
-        posterior.mean,
-        posterior.std,
-        drawn,
-        posterior.as_module(network().to(device), 2, generator=torch.Generator().manual_seed(0))(x).detach(),
-    )
+def canonical(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    return [tus.canonicalize(graph, every[0], method=name).state for name in ("min_mass", "unit_norm")]
 
 
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "permuted": permuted,
-    "scaled": lambda graph, every, x, device: tus.apply_scale(
-        graph, moved(tus.random_scale(graph, generator=torch.Generator().manual_seed(1)), device), every[0]
-    ),
-    "matched": matched,
-    **{
-        f"aligned_{reference}": lambda graph, every, x, device, reference=reference: (
-            tus.align(graph, every, reference=reference).states
-        )
-        for reference in ("first", "universe")
-    },
-    "merged": merged,
-    **{
-        f"canonical_{method}": lambda graph, every, x, device, method=method: (
-            tus.canonicalize(graph, every[0], method=method).state
-        )
-        for method in ("min_mass", "unit_norm")
-    },
-    "compact": compact,
-}
+def compact(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    posterior = tus.CompactPosterior.from_states(every, graph, align=True)
+    drawn = posterior.sample(2, generator=generator())
+    module = posterior.as_module(network().to(device), 2, generator=generator())
+    return posterior.mean, posterior.std, drawn, module(x).detach()
+
+
+OPERATIONS = (permuted, scaled, matched, aligned, merged, canonical, compact)
 
 
 @pytest.fixture(params=[False, True], ids=["", "default"])
@@ -114,16 +105,18 @@ def default(request: pytest.FixtureRequest, cuda: torch.device) -> Any:
     return cuda if request.param else nullcontext()
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_states_stay_on_their_device_and_are_those_of_the_cpu(name: str, cuda: torch.device, default: Any) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.__name__)
+def test_states_stay_on_their_device_and_are_those_of_the_cpu(
+    operation: Callable[..., Any], cuda: torch.device, default: Any
+) -> None:
     x = data()[0]
     graph = tus.discover_symmetries(network(), x)
-    expected = OPERATIONS[name](graph, states(), x, "cpu")
+    expected = operation(graph, states(), x, "cpu")
     own = moved(states(), cuda)
     with default:
         graph = tus.discover_symmetries(network().to(cuda), x.to(cuda))
-        found = OPERATIONS[name](graph, own, x.to(cuda), cuda)
-    for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+        found = operation(graph, own, x.to(cuda), cuda)
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         assert a.device == cuda
         torch.testing.assert_close(a.cpu(), b, **CLOSE)
 
@@ -138,9 +131,7 @@ def test_symmetries_are_found_and_verified_on_the_device(cuda: torch.device, def
 
 def laplace(curvature: Any) -> Callable[..., Any]:
     def found(x: Tensor, y: Tensor, device: Any) -> Any:
-        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(device)
-        model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
-        la = tus.LinearizedLaplace(model, curvature=curvature, prior="per_layer")
+        la = tus.LinearizedLaplace(perceptron(device), curvature=curvature, prior="per_layer")
         la.fit(DataLoader(TensorDataset(x, y), batch_size=10)).optimize_evidence(max_iterations=3)
         la.calibrate([(x, y)])
         return la.predictive(x), la.function_samples(x, 3), la.theta
@@ -149,8 +140,8 @@ def laplace(curvature: Any) -> Callable[..., Any]:
 
 
 def dual(x: Tensor, y: Tensor, device: Any) -> Any:
-    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double().to(device)
-    model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Tanh(), nn.Conv2d(3, 1, 3, padding=1)).double()
+    model = with_waves(model.to(device))
     images, matrix = x[:4].reshape(1, 1, 5, 4), x[:24].reshape(6, 20)
     prior = tus.laplace.KernelPrior(["0.weight", "2.weight"], name="kernels")
     found = tus.laplace.DualLaplace(
@@ -164,8 +155,7 @@ def dual(x: Tensor, y: Tensor, device: Any) -> Any:
 
 def discrepancies(x: Tensor, y: Tensor, device: Any) -> Any:
     stacks = [{"weight": t.reshape(-1, 5)} for t in (x[:20], x[10:] + 0.5)]
-    generator = torch.Generator().manual_seed(0)
-    found = discrepancy_test(*stacks, permutations=9, bootstraps=9, generator=generator)
+    found = discrepancy_test(*stacks, permutations=9, bootstraps=9, generator=generator())
     return torch.tensor([found.value, found.p_value], device=device)
 
 
@@ -178,7 +168,7 @@ def test_a_default_device_changes_nothing(name: str, cuda: torch.device) -> None
     expected = MORE[name](*data(), "cpu")
     with cuda:
         found = MORE[name](*moved(data(), cuda), cuda)
-    for a, b in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected), strict=True):
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
         torch.testing.assert_close(a, b.to(cuda), rtol=1e-6, atol=1e-8)
 
 
@@ -224,8 +214,7 @@ def test_a_posterior_follows_its_network(curvature: Any, cuda: torch.device) -> 
     """Fitted on one device: predictions, evidence, calibration on the other, and back."""
     x, y = data()
     for first, second in ((torch.device("cpu"), cuda), (cuda, torch.device("cpu"))):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(first)
+        model = perceptron(first)
         la = tus.LinearizedLaplace(model, curvature=curvature, prior="single").fit([(x, y)])
         la.optimize_evidence(max_iterations=3)
         expected = [la.predictive(x), la.function_samples(x, 3), la.function_covariance(x)[1], la.theta]

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, BasicBlock, Case, Made
+from cases import CASES, BasicBlock, Case
 from torch import Tensor, nn
+from written import Made
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.running.weights import random_state

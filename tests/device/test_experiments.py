@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,18 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from recipe_runs import run_table
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry.datamodules.tomography import measured, strip_projector
 from tu_symmetry.experiments.deep_image_prior import UNet, dropout_posterior, linearized_posterior, sampled_posterior
-from tu_symmetry.experiments.symmetry_aware import SmallLeNet, evaluation
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet
 from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
 from tu_symmetry.files import read_json
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.deep_image_prior import Reconstructions
+
+pytestmark = pytest.mark.usefixtures("cuda")
 
 
 class Digits(LightningDataModule):
@@ -32,58 +33,28 @@ class Digits(LightningDataModule):
         return [DataLoader(TensorDataset(x, labels), batch_size=10) for x in images]
 
 
-def assert_close(found: Any, expected: Any, where: str = "") -> None:
+def assert_close(found: Any, expected: Any) -> None:
     """Equal trees whose numbers agree to the rounding of single precision."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_close(found[key], value, f"{where}.{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for k, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert_close(a, b, f"{where}[{k}]")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True), where
-    else:
-        assert found == expected, where
+    (a, one), (b, two) = (tree_flatten(tree) for tree in (found, expected))
+    assert one == two
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_posterior_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On each device the same, with the networks of the reference and of one posterior in memory at a time."""
-    read, held = evaluation._networks, []
-
-    def recorded(folders: Any, *rest: Any) -> Any:
-        gc.collect()
-        assert sum(tensor() is not None for tensor in held) <= 1  # those of the reference
-        found = read(folders, *rest)
-        held.append(weakref.ref(next(iter(found[0].values()))))
-        return found
-
-    monkeypatch.setattr(evaluation, "_networks", recorded)
-
+def test_posterior_quality(tmp_path: Path) -> None:
     def stored(name: str, count: int) -> Path:
         store = SampleStore.create(tmp_path / name / "samples", architecture="SmallLeNet", method="test")
         store.append([SmallLeNet().state_dict() for _ in range(count)], step=range(count))
         return tmp_path / name
 
     torch.manual_seed(0)
-    reference, runs = stored("reference", 7), [stored(f"run_{k}", 4) for k in range(2)]
+    reference, runs = stored("reference", 7), {"a": [stored(f"run_{k}", 4) for k in range(2)]}
     found = {
-        device: held.clear()
-        or evaluate(
-            tmp_path / "out",
-            SmallLeNet(),
-            Digits(),
-            reference,
-            {"a": runs},
-            {"a": runs},
-            ood={"x": Digits()},
-            num_samples=4,
-            resamples=4,
-            device=device,
+        device: evaluate(
+            tmp_path / "out", SmallLeNet(), Digits(), reference, runs, runs, ood={"x": Digits()}, num_samples=4,
+            resamples=4, device=device,
         ).results
         for device in ("cpu", "cuda", "auto")
-    }
+    }  # fmt: skip
     assert_close(found["cuda"], found["cpu"])
     assert found["auto"] == found["cuda"]
 

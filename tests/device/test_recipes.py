@@ -11,7 +11,7 @@ import pytest
 import torch
 from recipe_runs import run_files, typed_commands
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cuda")]
 FAST = (
     "compact_posterior/digits",
     "compact_posterior/transpositions",

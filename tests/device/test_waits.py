@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,30 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import DeepImagePriorRoutine
 from tu_symmetry.symmetry.action import largest_entry, permute_tensors_
 
+State = dict[str, Tensor]
 Waits = Callable[[Callable[[], object]], int]
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def waits(cuda: torch.device) -> Waits:
+    """How often the host waits for the device while a function runs."""
+    fake: Any = sys.modules.get("fake_cuda.device")
+    if fake is None:
+        pytest.skip("waits are counted on the fake CUDA device: `make test-device`")
+
+    def counted(function: Callable[[], object]) -> int:
+        before = fake.counts().get("sync", 0)
+        function()
+        return int(fake.counts().get("sync", 0) - before)
+
+    return counted
+
+
+def same(counts: Iterable[int]) -> int:
+    """The one number that all counts are."""
+    (count,) = set(counts)
+    return count
 
 
 def network(hidden: int = 1, width: int = 8) -> nn.Sequential:
@@ -44,87 +67,77 @@ def network(hidden: int = 1, width: int = 8) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width, 3)).eval()
 
 
+def verified(hidden: int) -> tuple[tus.SymmetryGraph, State, State]:
+    """A deep network's graph, and two states on the device."""
+    model = network(hidden)
+    graph = tus.discover_symmetries(model, torch.randn(2, 4))
+    graph.require_verified()
+    return graph, state(model, 0), state(model, 1)
+
+
 def data(count: int = 20) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(0)), torch.arange(count) % 3
 
 
-def state(model: nn.Module, seed: int) -> dict[str, Tensor]:
+def state(model: nn.Module, seed: int) -> State:
     generator = torch.Generator().manual_seed(seed)
     return {n: torch.randn(t.shape, generator=generator).to(CUDA) for n, t in model.state_dict().items()}
 
 
 def test_leapfrog_steps(waits: Waits) -> None:
-    def chain(steps: int) -> HamiltonianChain:
-        x, y = data()
-        made = HamiltonianChain(
-            BayesianNetwork(network(), x, y, 1.0, categorical_nll, CUDA), step_size=1e-3, leapfrog_steps=steps
-        )
-        made.step()
-        return made
+    def counted(steps: int) -> int:
+        posterior = BayesianNetwork(network(), *data(), 1.0, categorical_nll, CUDA)
+        chain = HamiltonianChain(posterior, step_size=1e-3, leapfrog_steps=steps)
+        chain.step()
+        return waits(chain.step)
 
-    assert waits(chain(3).step) == waits(chain(30).step)
+    same(map(counted, (3, 30)))
 
 
-def test_tensors_that_a_permutation_moves(waits: Waits) -> None:
+@pytest.mark.parametrize("hidden", [2, 5])
+def test_tensors_that_a_permutation_moves(waits: Waits, hidden: int) -> None:
     """The permutation is checked on the host, then all indices go to the device; finite numbers, largest entries."""
-    for hidden in (2, 5):
-        model = network(hidden)
-        graph = tus.discover_symmetries(model, torch.randn(2, 4))
-        graph.require_verified()
-        held = state(model, 0)
-        drawn = tus.random_permutation(graph, generator=torch.Generator().manual_seed(0))
-        there = {g: p.to(CUDA) for g, p in drawn.items()}
-        assert waits(lambda: tus.apply_permutation(graph, drawn, held)) == 1  # noqa: B023
-        assert waits(lambda: tus.apply_permutation(graph, there, held)) == 2  # noqa: B023
-        assert waits(lambda: permute_tensors_(graph, drawn, held)) == 1  # noqa: B023
-        assert waits(lambda: graph.check_state(held)) == 1  # noqa: B023
-        assert waits(lambda: largest_entry(held["0.weight"])) == 1  # noqa: B023
+    graph, held, other = verified(hidden)
+    drawn = tus.random_permutation(graph, generator=torch.Generator().manual_seed(0))
+    there = {g: p.to(CUDA) for g, p in drawn.items()}
+    assert waits(lambda: tus.apply_permutation(graph, drawn, held)) == 1
+    assert waits(lambda: tus.apply_permutation(graph, there, held)) == 2
+    assert waits(lambda: permute_tensors_(graph, drawn, held)) == 1
+    assert waits(lambda: graph.check_state(held)) == 1
+    assert waits(lambda: largest_entry(held["0.weight"])) == 1
+    assert waits(lambda: weight_distance(graph, held, other)) <= 2
 
 
-def test_iterations_of_a_relaxation(waits: Waits) -> None:
+@pytest.mark.parametrize("hidden", [2, 5])
+def test_iterations_of_a_relaxation(waits: Waits, hidden: int) -> None:
     """One copy to the host for the gradients of all groups, one for the step; of indices one more for each group."""
-    counts = []
-    for hidden in (2, 5):
-        model = network(hidden)
-        graph = tus.discover_symmetries(model, torch.randn(2, 4))
-        graph.require_verified()
-        pair = RelaxedPair(WeightSimilarities.of(graph, state(model, 0), state(model, 1)).products)
-        assert waits(pair.vertex) == 1
-        _, sources, gap, _ = pair.vertex()
-        counts.append(waits(lambda pair=pair, sources=sources, gap=gap: pair.advance(sources, gap)))  # type: ignore[misc]
-        assert counts[-1] <= 2 + hidden
-
-
-def test_checks_and_distances_of_a_matching(waits: Waits) -> None:
-    """A descent that has nothing to do: the number of tensors does not count."""
-    counts = []
-    for hidden in (2, 5):
-        model = network(hidden)
-        graph = tus.discover_symmetries(model, torch.randn(2, 4))
-        graph.require_verified()
-        one = state(model, 0)
-        counts.append(waits(lambda graph=graph, one=one: weight_distance(graph, one, one)))  # type: ignore[misc]
-    assert counts[0] == counts[1] <= 2
+    pair = RelaxedPair(WeightSimilarities.of(*verified(hidden)).products)
+    assert waits(pair.vertex) == 1
+    _, sources, gap, _ = pair.vertex()
+    assert waits(lambda: pair.advance(sources, gap)) <= 2 + hidden
 
 
 def test_kernels_and_networks_of_a_discrepancy(waits: Waits) -> None:
     """Two for each part: its labels, and what is left; not for kernels, bandwidths, replicates and networks."""
-    counts = {}
-    for parts in (2, 6):
-        for networks in (5, 20):
-            x, y = ({str(k): torch.randn(networks, 7, device=CUDA) for k in range(parts)} for _ in range(2))
-            counts[parts, networks] = waits(lambda x=x, y=y: vectors_test(x, y, permutations=9, bootstraps=9))  # type: ignore[misc]
-    assert counts[2, 5] == counts[2, 20] and counts[6, 5] == counts[6, 20]
-    assert counts[6, 5] - counts[2, 5] <= 2 * 4
+
+    def counted(parts: int, networks: int) -> int:
+        x, y = ({str(k): torch.randn(networks, 7, device=CUDA) for k in range(parts)} for _ in range(2))
+        return waits(lambda: vectors_test(x, y, permutations=9, bootstraps=9))
+
+    few, many = (same(counted(parts, networks) for networks in (5, 20)) for parts in (2, 6))
+    assert many - few <= 2 * 4
 
 
 def test_samples_of_a_stack(waits: Waits, tmp_path: Path) -> None:
     model = network()
-    for count in (3, 30):
+
+    def counted(count: int) -> int:
         store = SampleStore.create(tmp_path / str(count), architecture="a", method="test")
         for k in range(count):
             store.append({n: t.cpu() for n, t in state(model, k).items()}, step=k)
-        assert waits(lambda store=store: store.load(device=CUDA)) == len(model.state_dict())  # type: ignore[misc]
+        return waits(lambda: store.load(device=CUDA))
+
+    assert same(map(counted, (3, 30))) == len(model.state_dict())
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -137,9 +150,8 @@ def test_members_of_a_training_step(waits: Waits, augmented: bool) -> None:
         loader = ResumableLoader(images, batch_size, orders[0], own, flip_and_shift if augmented else None)
         return waits(lambda: list(loader))
 
-    assert epoch(2, 10) == epoch(8, 10)
-    for members in (0, 2):
-        assert epoch(members, 10) == 1 + 4 * augmented and epoch(members, 5) == 1 + 8 * augmented
+    assert same(epoch(members, 10) for members in (0, 2, 8)) == 1 + 4 * augmented
+    assert same(epoch(members, 5) for members in (0, 2)) == 1 + 8 * augmented
 
 
 def test_laplace_products(waits: Waits) -> None:
@@ -150,24 +162,24 @@ def test_laplace_products(waits: Waits) -> None:
     vector = torch.randn_like(tangent.point())
     kept = TrainingData(tangent, Categorical(), [(x, y)])
     assert waits(lambda: kept.pull(kept.push(vector))) == 0
-    counts = []
-    for size in (20, 5):
-        loader = list(zip(x.split(size), y.split(size), strict=True))
+
+    def counted(batches: int) -> int:
+        loader = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
         read = TrainingData(tangent, Categorical(), loader, budget=0, most=0)
-        counts.append(waits(lambda read=read: read.push(vector)) / len(loader))  # type: ignore[misc]
-    assert counts[0] == counts[1] <= 4
+        return waits(lambda: read.push(vector)) // batches
+
+    assert same(map(counted, (2, 8))) <= 4
 
 
 @pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
-def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt) -> None:
+@pytest.mark.parametrize("hidden", [1, 4])
+def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt, hidden: int) -> None:
     """Coefficients go there, whether the factor is good and the numbers of all blocks come back."""
-    x = data()[0]
-    for hidden in (1, 4):
-        model = network(hidden).double().to(CUDA)
-        blocks = [IsotropicPrior((name,), name=name) for name, _ in model.named_parameters()]
-        la = tus.laplace.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
-        la.fit([(x.double().to(CUDA), torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
-        assert waits(lambda la=la: la.evidence.value_and_gradient(la.phi)) <= 4  # type: ignore[misc]
+    x, model = data()[0].double().to(CUDA), network(hidden).double().to(CUDA)
+    blocks = [IsotropicPrior((name,), name=name) for name, _ in model.named_parameters()]
+    la = tus.laplace.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
+    la.fit([(x, torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
+    assert waits(lambda: la.evidence.value_and_gradient(la.phi)) <= 4
 
 
 def test_evaluations_of_the_joint_model(waits: Waits) -> None:

@@ -7,14 +7,6 @@ real one: ``torch.cuda``, the caching allocator and its statistics, generators, 
 code that mixes devices, draws with the wrong generator, or reads ``.numpy()`` of a device tensor fails here as it does
 on a GPU, and waits for the device (``.item()``, ``nonzero``, copies to the host) are counted. What it cannot show:
 speed, numbers of real kernels (TF32, cuDNN), and kernels that are written in Triton or CUDA.
-
-Run a module or a script on it, from the root of the project::
-
-    PYTHONPATH=tests python -m fake_cuda -m tu_symmetry.cli table compact_posterior/digits
-    FAKE_CUDA_WATCH=1 PYTHONPATH=tests python -m fake_cuda script.py   # at the end: kernels, and waits by line
-
-``FAKE_CUDA_WATCH=all`` counts all kernels by line, ``FAKE_CUDA_POISON=1`` fills new memory with NaN,
-``FAKE_CUDA_DEVICES=2`` says that there are two devices.
 """
 
 from __future__ import annotations
@@ -28,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +28,6 @@ BUILD = HERE.parents[1] / "build" / "fake_cuda"
 _FLAGS = ["-O1", "-shared", "-fPIC", "-w"]
 
 _kernels: Any = None
-_sites: Counter[tuple[str, str, str]] = Counter()
 
 
 class NoFakeDevice(Exception):
@@ -120,7 +110,6 @@ def start() -> None:
 
     _kernels = ctypes.PyDLL(str(folder / "libfakekernels.so"))
     _kernels.fake_cuda_counts.restype = ctypes.c_char_p
-    _kernels.fake_cuda_callback.argtypes = [ctypes.py_object, ctypes.c_int]
     from fake_cuda import operators
 
     stderr = os.dup(2)  # the dispatcher warns of each kernel that is replaced
@@ -135,60 +124,6 @@ def start() -> None:
 
 
 def counts() -> dict[str, int]:
-    """Kernels since the last :func:`reset`: by operator, ``total``, ``double`` (with float64), ``sync`` (waits)."""
+    """Kernels so far: by operator, ``total``, and ``sync`` (waits)."""
     lines = _kernels.fake_cuda_counts().decode().splitlines()
     return {name: int(number) for name, number in (line.rsplit(" ", 1) for line in lines)}
-
-
-def reset() -> None:
-    """Put all counts to zero."""
-    _kernels.fake_cuda_reset()
-    _sites.clear()
-
-
-def watch(every_kernel: bool = False) -> None:
-    """Count waits, and with ``every_kernel`` all kernels, by the line of the package that asks for them."""
-    _sites.clear()
-    _kernels.fake_cuda_callback(_told, int(every_kernel))
-
-
-def sites(kind: str = "sync", most: int = 30) -> list[tuple[int, str]]:
-    """How often, and where: waits, or with ``op`` what is no wait."""
-    found: Counter[str] = Counter()
-    for (of_kind, name, site), number in _sites.items():
-        if of_kind == kind:
-            found[f"{site} [{name}]"] += number
-    return [(number, site) for site, number in found.most_common(most)]
-
-
-def report() -> None:
-    """Print the counts, and what :func:`watch` has seen."""
-    import torch
-
-    found, peak = counts(), torch.cuda.max_memory_allocated() / 2**20
-    totals = [found.get(name, 0) for name in ("total", "double", "sync")]
-    print("fake cuda: {} kernels, {} with float64, {} waits, at most {:.1f} MiB".format(*totals, peak), file=sys.stderr)
-    for kind, word in (("sync", "wait"), ("op", "run")):
-        for number, site in sites(kind):
-            print(f"  {word:4} {number:8d}  {site}", file=sys.stderr)
-
-
-def _told(name: str, kind: str, double: int) -> None:
-    _sites[(kind, name, _site())] += 1
-
-
-def _site() -> str:
-    """The innermost line of the package, else of what is not torch."""
-    try:
-        frame = sys._getframe(2)
-    except ValueError:
-        return "(a thread of autograd)"
-    outer, inner = None, frame
-    while inner is not None:
-        name = inner.f_code.co_filename
-        if "/tu_symmetry/" in name:
-            return f"{name[name.rindex('/tu_symmetry/') + 1 :]}:{inner.f_lineno} {inner.f_code.co_name}"
-        if outer is None and "/torch/" not in name:
-            outer = f"{'/'.join(name.split('/')[-3:])}:{inner.f_lineno} {inner.f_code.co_name}"
-        inner = inner.f_back
-    return outer or "(autograd)"

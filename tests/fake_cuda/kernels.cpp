@@ -1,6 +1,5 @@
 // Each CUDA kernel of ATen is replaced: check the devices as CUDA does, run the CPU kernel on the same memory, give
 // CUDA tensors back.
-#include <Python.h>
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/from_blob.h>
@@ -20,8 +19,6 @@ namespace {
 std::unordered_set<std::string> unchecked, syncs, nondeterministic, no_integers, cublas;
 std::unordered_map<std::string, int64_t> counts;
 std::mutex mutex;
-PyObject* callback = nullptr;  // called as callback(name, kind, is_double) where kind is "op" or "sync"
-bool every_op = false;
 
 // the memory of a CUDA tensor, as a CPU tensor
 at::Tensor host_view(const at::Tensor& t) {
@@ -54,15 +51,6 @@ at::Tensor to_cuda(const at::Tensor& cpu, c10::Device device) {
   return out;
 }
 
-void tell(const std::string& name, const char* kind, bool is_double) {
-  if (!callback) return;
-  PyGILState_STATE state = PyGILState_Ensure();
-  PyObject* r = PyObject_CallFunction(callback, "ssi", name.c_str(), kind, int(is_double));
-  if (!r) PyErr_Print();
-  Py_XDECREF(r);
-  PyGILState_Release(state);
-}
-
 at::Generator cpu_generator(const at::Generator& cuda) {  // follows the state of the CUDA generator
   auto g = cuda;
   std::lock_guard<std::mutex> hold(g.mutex());
@@ -79,8 +67,8 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   auto begin = stack->end() - n;
   std::vector<IValue> original(begin, stack->end());
   c10::optional<c10::Device> device, devarg;
-  bool has_cpu_dim = false, has_cpu_scalar = false, cpu_written = false, is_double = false, wide_integer = false,
-       csr = false, first = true, first_cpu = false;
+  bool has_cpu_dim = false, has_cpu_scalar = false, cpu_written = false, wide_integer = false, csr = false,
+       first = true, first_cpu = false;
   std::string where;
   auto look = [&](const at::Tensor& t, const c10::Argument& a) {
     if (!t.defined()) return;
@@ -93,7 +81,6 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
       TORCH_CHECK_NOT_IMPLEMENTED(t.layout() == at::kStrided || t.layout() == at::kSparseCsr,
                                   "fake cuda: sparse tensors are not there (", base, ")");
       csr |= t.layout() == at::kSparseCsr;
-      is_double |= t.scalar_type() == at::kDouble || t.scalar_type() == at::kComplexDouble;
       wide_integer |= at::isIntegralType(t.scalar_type(), true);
     } else if (t.is_cpu()) {
       if (first) first_cpu = true;
@@ -157,17 +144,9 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) 
   {
     std::lock_guard<std::mutex> hold(mutex);
     counts[base]++;
-    if (is_double) counts["double"]++;
     counts["total"]++;
     if (sync) counts["sync"]++;
   }
-  if (callback && (every_op || sync)) {
-    std::string label = base;
-    if (base == "aten::copy_")
-      label = original[0].toTensor().is_cuda() ? (original[1].toTensor().is_cuda() ? "copy" : "copy h2d") : "copy d2h";
-    tell(label, sync ? "sync" : "op", is_double);
-  }
-
   // generators: CUDA asks for one of its own kind
   for (size_t i = 0; i < n; i++) {
     if (arguments[i].type()->str().find("Generator") == std::string::npos) continue;
@@ -306,20 +285,11 @@ int fake_cuda_register(const char* keep_text, const char* extra_text, const char
   }
   return done;
 }
-void fake_cuda_callback(PyObject* f, int all) {
-  callback = f == Py_None ? nullptr : f;
-  Py_XINCREF(callback);
-  every_op = all;
-}
 const char* fake_cuda_counts() {
   static std::string text;
   std::lock_guard<std::mutex> hold(mutex);
   text.clear();
   for (auto& c : counts) text += c.first + " " + std::to_string(c.second) + "\n";
   return text.c_str();
-}
-void fake_cuda_reset() {
-  std::lock_guard<std::mutex> hold(mutex);
-  counts.clear();
 }
 }

@@ -15,8 +15,7 @@ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor set_ r
 is_pinned is_set_to _fused_sdp_choice _cudnn_init_dropout_state _local_scalar_dense_ _nested_view_from_buffer
 _cufft_get_plan_cache_size _cufft_clear_plan_cache _cufft_get_plan_cache_max_size _cufft_set_plan_cache_max_size
 _assert_async _assert_async.msg _copy_from _copy_from_and_resize segment_reduce _cudnn_rnn_flatten_weight _cudnn_rnn
-cudnn_batch_norm cudnn_batch_norm_backward _scaled_dot_product_efficient_attention
-_scaled_dot_product_efficient_attention_backward _fused_rms_norm _fused_rms_norm_backward _thnn_fused_lstm_cell
+_fused_rms_norm _fused_rms_norm_backward _thnn_fused_lstm_cell
 _thnn_fused_lstm_cell_backward_impl _thnn_fused_gru_cell"""
 # Operators without a kernel of CUDA's own that take one here.
 _ADDED = """copy_ convolution convolution_backward _assert_async _assert_async.msg _fft_r2c _fft_c2c _fft_c2r
@@ -59,74 +58,6 @@ def _unchecked() -> bytes:
             delegates[name] = found[1]
     free = {name for name in checks if not (checks[name] and checks[delegates.get(name, name)])}
     return _aten(sorted({name.split(".")[0] for name in free}))
-
-
-def _batch_norm(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: Any, factor: Any, epsilon: Any
-) -> Any:
-    given = (input, weight, bias, running_mean, running_var, training, factor, epsilon)
-    out, mean, inverse = torch.ops.aten.native_batch_norm.default(*given)
-    return out, mean, inverse, torch.empty(0, dtype=torch.uint8, device=input.device)
-
-
-def _batch_norm_backward(
-    input: Any,
-    grad: Any,
-    weight: Any,
-    running_mean: Any,
-    running_var: Any,
-    mean: Any,
-    inverse: Any,
-    epsilon: Any,
-    reserve: Any,
-) -> Any:
-    return torch.ops.aten.native_batch_norm_backward.default(
-        grad.contiguous(), input, weight, running_mean, running_var, mean, inverse, True, epsilon, [True, True, True]
-    )
-
-
-def _probabilities(q: Any, k: Any, bias: Any, causal: Any, scale: Any) -> Any:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (q @ k.transpose(-1, -2)) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, float("-inf"))
-    return scores, scores.softmax(-1), scale
-
-
-def _attention(
-    q: Any, k: Any, v: Any, bias: Any, log_sum: Any, dropout: Any = 0.0, causal: Any = False, *, scale: Any = None
-) -> Any:
-    scores, p, scale = _probabilities(q, k, bias, causal, scale)
-    out = (p @ v).transpose(1, 2).contiguous().transpose(1, 2)
-    sums = scores.logsumexp(-1) if log_sum else q.new_empty(*q.shape[:2], 0)
-    state = torch.zeros((), dtype=torch.int64, device=q.device)
-    return out, sums.float(), state, state.clone()
-
-
-def _attention_backward(
-    grad: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    bias: Any,
-    out: Any,
-    sums: Any,
-    seed: Any,
-    offset: Any,
-    dropout: Any,
-    mask: Any,
-    causal: Any = False,
-    *,
-    scale: Any = None,
-) -> Any:
-    _, p, scale = _probabilities(q, k, bias if bias is not None and bias.numel() else None, causal, scale)
-    dv = p.transpose(-1, -2) @ grad
-    dp = grad @ v.transpose(-1, -2)
-    ds = p * (dp - (dp * p).sum(-1, keepdim=True))
-    return (ds @ k) * scale, (ds.transpose(-1, -2) @ q) * scale, dv, (ds if mask[3] else torch.Tensor())
 
 
 def _lstm_cell(input_gates: Any, hidden_gates: Any, cx: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
@@ -176,22 +107,19 @@ def _rms_norm_backward(grad: Any, input: Any, shape: Any, rstd: Any, weight: Any
 
 
 _FUSED = {
-    "cudnn_batch_norm": _batch_norm,
-    "cudnn_batch_norm_backward": _batch_norm_backward,
-    "_scaled_dot_product_efficient_attention": _attention,
-    "_scaled_dot_product_efficient_attention_backward": _attention_backward,
     "_fused_rms_norm": _rms_norm,
     "_fused_rms_norm_backward": _rms_norm_backward,
     "_thnn_fused_lstm_cell": _lstm_cell,
     "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
     "_thnn_fused_gru_cell": _gru_cell,
-    "cudnn_is_acceptable": lambda _: False,  # recurrent layers without cuDNN
 }
 _library = torch.library.Library("aten", "IMPL", "CUDA")  # as long as it lives its kernels hold
 
 
 def register() -> None:
-    """Put these functions in place of CUDA's fused kernels."""
+    """Put these functions in place of CUDA's fused kernels; layers without cuDNN and attention in plain products."""
     for name, function in _FUSED.items():
         _library.impl(name, function, allow_override=True)
-    torch.backends.cudnn.is_acceptable = lambda _: False  # type: ignore[assignment]
+    torch.backends.cudnn.enabled = False
+    for choose in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)

@@ -29,7 +29,6 @@ static cudaError_t take(void** out, size_t size, int kind) {
   int full = kind == cudaMemoryTypeDevice && used + size > TOTAL;
   pthread_mutex_unlock(&lock);
   if (full || posix_memalign(&p, 512, size ? size : 512)) return cudaErrorMemoryAllocation;
-  if (getenv("FAKE_CUDA_POISON")) memset(p, 0xFF, size);
   pthread_mutex_lock(&lock);
   if (n_blocks == room) blocks = realloc(blocks, (room = room * 2 + 64) * sizeof(*blocks));
   blocks[n_blocks++] = (struct block){p, size, kind};
@@ -61,8 +60,7 @@ static int kind_of(const void* p) {
 }
 static __thread int device;
 cudaError_t cudaGetDeviceCount(int* n) {
-  const char* e = getenv("FAKE_CUDA_DEVICES");
-  *n = e ? atoi(e) : 1;
+  *n = 1;
   return OK;
 }
 cudaError_t cudaGetDevice(int* d) {
@@ -246,22 +244,18 @@ const char* cudaGetErrorString(cudaError_t e) {
 const char* cudaGetErrorName(cudaError_t e) {
   return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "cudaErrorFake";
 }
-static cudaError_t refuse(const char* what) {
-  if (getenv("FAKE_CUDA_DEBUG")) fprintf(stderr, "fake cuda: %s refused\n", what);
+cudaError_t cudaLaunchKernel(const void* f, dim3 g, dim3 b, void** a, size_t m, cudaStream_t s) {
   return cudaErrorNotSupported;
 }
-cudaError_t cudaLaunchKernel(const void* f, dim3 g, dim3 b, void** a, size_t m, cudaStream_t s) {
-  return refuse("cudaLaunchKernel");
-}
 cudaError_t __cudaLaunchKernel(cudaKernel_t f, dim3 g, dim3 b, void** a, size_t m, cudaStream_t s) {
-  return refuse("__cudaLaunchKernel");
+  return cudaErrorNotSupported;
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* k, const void* f) {
   *k = (cudaKernel_t)f;
   return OK;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void** a) {
-  return refuse("cudaLaunchKernelExC");
+  return cudaErrorNotSupported;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* n, void** p, unsigned v, unsigned long long f,
                                              enum cudaDriverEntryPointQueryResult* r) {

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from laplace_oracles import data, randomize
+from processes import side_by_side
 from torch import nn
 
 from tu_symmetry.laplace.linearized import LinearizedLaplace
@@ -83,7 +82,6 @@ def message(share: slice) -> str:
 
 
 def worker(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)  # no port, which another process could take meanwhile
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     found = {"values": values(SHARES[rank]), "joint": joint(SHARES[rank]), "message": message(SHARES[rank])}
@@ -96,7 +94,7 @@ def worker(rank: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What both processes found."""
     folder = tmp_path_factory.mktemp("processes")
-    mp.spawn(worker, args=(folder,), nprocs=2)
+    side_by_side(worker, folder, count=2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

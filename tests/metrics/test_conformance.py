@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from processes import side_by_side
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
@@ -353,7 +353,7 @@ def worker(rank: int, folder: Path) -> None:
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    mp.spawn(worker, args=(tmp_path,), nprocs=2)
+    side_by_side(worker, tmp_path, count=2)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert all(same(found[how]) for how in SHARES)

@@ -59,10 +59,9 @@ def test_it(kind):
     ("content", "options", "outcome"),
     [
         (ELSEWHERE, ["--perturb-products", "--displace-files"], "11 passed"),
-        (SHAPES, ["--perturb-shapes"], "1 passed"),
-        (WARNING, ["--warnings-are-errors"], "2 failed"),
+        (SHAPES + WARNING, ["--perturb-shapes", "--warnings-are-errors"], "2 failed, 1 passed"),
     ],
-    ids=["elsewhere", "shapes", "warnings"],
+    ids=["elsewhere", "shapes and warnings"],
 )
 def test_the_plugin_does_what_its_options_say(content: str, options: list[str], outcome: str, tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(content)

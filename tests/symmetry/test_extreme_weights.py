@@ -184,7 +184,7 @@ def test_a_planted_permutation_is_found_whatever_the_size_of_the_weights(sizes: 
             assert found.distance_after == pytest.approx(larger, rel=1e-4)
 
 
-@pytest.mark.parametrize("reference", ["first", "universe"])
+@pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe"])
 @pytest.mark.parametrize("size", [3e37, 1e-40])
 def test_ensembles_of_extreme_weights_are_aligned_as_ordinary_ones(reference: Any, size: float) -> None:
     graph, state = made("chain")

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any, Literal
 
 import pytest
 import yaml
+from processes import side_by_side
 from recipe_runs import plant_images
 from rich.console import Console
 from torch import Tensor
@@ -191,19 +190,6 @@ def assert_same(a: Any, b: Any, what: str) -> None:
         assert a == b or a != a, what
 
 
-def done_elsewhere(request: pytest.FixtureRequest) -> bool:
-    """Run the test in a fresh process, where no other test has started threads of autograd, which forbid to fork."""
-    if "TU_SYMMETRY_FRESH" in os.environ:
-        return False
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "", request.node.nodeid]
-    environment = os.environ | {"TU_SYMMETRY_FRESH": "1", "OMP_NUM_THREADS": "1"}  # nor threads of OpenMP
-    found = subprocess.run(
-        words, cwd=request.config.rootpath, env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stdout[-4000:]
-    return True
-
-
 def apart(work: Callable[[], Any]) -> int:
     """Do it in another process, which is waited for; its exit status (negative: the signal that ended it)."""
     child = os.fork()
@@ -266,12 +252,15 @@ def chosen(count: int, every: bool) -> Iterator[tuple[int, Literal["before", "af
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_run_that_is_killed_at_a_file_comes_to_the_same_end(
-    kind: str, every_seconds: float, every: bool, tmp_path: Path, images: Path, request: pytest.FixtureRequest
+    kind: str, every_seconds: float, every: bool, tmp_path: Path, images: Path
 ) -> None:
+    """In a process where no other test has started threads of autograd, which forbid to fork."""
     if not every and every_seconds == 0.0 and kind not in ("hmc", "sghmc"):
         pytest.skip("the slow test has them")
-    if done_elsewhere(request):
-        return
+    side_by_side(kill, kind, every_seconds, every, tmp_path, images)
+
+
+def kill(rank: int, kind: str, every_seconds: float, every: bool, tmp_path: Path, images: Path) -> None:
     folder = recipe(tmp_path / "recipe", kind, every_seconds)
     count = writes(lambda: run(folder, tmp_path / "whole", images))
     whole = result(tmp_path / "whole")

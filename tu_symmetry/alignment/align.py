@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
 from tu_symmetry.alignment.consensus import Match, Reference, find_target
-from tu_symmetry.alignment.matching import weight_distance
+from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import as_given, mean_state, read_state, unstack
@@ -35,7 +36,7 @@ class Alignment(Brief, Generic[States]):
         transpositions: number of transpositions (NoT) of each.
         distances_before: L2 distance of each network's parameters to the reference, as given.
         distances_after: the same after the permutation.
-        reference: index of the network that stayed as it is, or None (a universe, a given state).
+        reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
         iterations: passes over the networks.
         certificates: for each network, by how much its outputs on the graph's example inputs changed, beside what
             rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
@@ -60,6 +61,7 @@ def align(
     *,
     reference: Reference | Mapping[str, Tensor] | nn.Module = "first",
     match_on: MatchOn = "weights",
+    solver: Solver = "frank_wolfe",
     similarity: Similarity = "product",
     model: nn.Module | None = None,
     dataloader: Iterable[Any] | None = None,
@@ -73,11 +75,13 @@ def align(
         graph: the architecture's symmetry graph (verified on first use).
         states: at least two networks: a sequence of state dicts, a stack with a leading sample axis, a LightningModule
             with a deep ensemble of TorchUncertainty, or a sequence of LightningModules with a network each.
-        reference: what all are aligned to. ``first``: the first network. ``universe``: each network to the mean of
-            those aligned before it, then each against the mean of all others until nothing moves, which maximizes the
-            sum of all pairs' objectives. Or a state dict.
-        match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (to the first
-            network, or to a given state).
+        reference: what all are aligned to. ``first``: the first network. ``medoid``: the network with the least sum of
+            distances to the others after matching, among at most 16 of them. ``mean``: each network to the mean of
+            those aligned before it. ``universe``: from the running mean, each network against the mean of all others
+            until nothing moves, which maximizes the sum of all pairs' objectives. Or a state dict.
+        match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
+            ``medoid``, a given state).
+        solver: how weights are matched, see :func:`~tu_symmetry.weight_matching`.
         similarity: how activations are compared, see :func:`~tu_symmetry.activation_matching`.
         model: the module, for activation matching.
         dataloader: batches for activation matching; read once for each network.
@@ -99,7 +103,7 @@ def align(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
             "other as reference=state"
         )
-    match = _matcher(graph, reference, match_on, similarity, model, dataloader)
+    match = _matcher(graph, reference, match_on, solver, similarity, model, dataloader)
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
@@ -108,7 +112,7 @@ def align(
         graph.check_state(target.state, name="reference")
     permutations = [target.permutation(k, member) for k, member in enumerate(members)]
     aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
-    anchor = mean_state(aligned) if reference == "universe" else target.state
+    anchor = mean_state(aligned) if reference in ("mean", "universe") else target.state
     certificates, uncertified = certified(
         measured(graph, members[k], aligned[k], f"align: states[{k}]", wanted=certify, rounded=False)
         for k in range(len(members))
@@ -122,7 +126,7 @@ def align(
         transpositions=[transposition_count(p) for p in permutations],
         distances_before=[weight_distance(graph, anchor, m) for m in members],
         distances_after=[weight_distance(graph, anchor, a) for a in aligned],
-        reference=0 if reference == "first" else None,
+        reference=target.index,
         iterations=1 + target.sweeps,
         certificates=certificates,
         uncertified=uncertified,
@@ -133,21 +137,28 @@ def _matcher(
     graph: SymmetryGraph,
     reference: Any,
     match_on: MatchOn,
+    solver: Solver,
     similarity: Similarity,
     model: nn.Module | None,
     dataloader: Iterable[Any] | None,
-) -> Match | None:
-    """How two networks are matched, None by weights; refuses unknown words, and options that do not fit together."""
+) -> Match:
+    """How two networks are matched; refuses unknown words, and options that nothing would read."""
     if isinstance(reference, str) and reference not in get_args(Reference):
-        raise ValueError(f"unknown reference {reference!r}: 'first', 'universe', or a state dict")
-    if match_on not in get_args(MatchOn):
-        raise ValueError(f"unknown match_on {match_on!r}: 'weights' or 'activations'")
+        raise ValueError(f"unknown reference {reference!r}: 'first', 'medoid', 'mean', 'universe', or a state dict")
+    for word, what, known in ((match_on, "match_on", MatchOn), (solver, "solver", Solver)):
+        if word not in get_args(known):
+            raise ValueError(f"unknown {what} {word!r}: {' or '.join(map(repr, get_args(known)))}")
     if match_on == "weights" and similarity != "product":
         raise ValueError("similarity= is of activation matching; match_on='weights' does not read it")
     if match_on == "weights":
-        return None
-    if reference == "universe":
-        raise ValueError("a universe is a mean of weights and has no activations of its own; use match_on='weights'")
+        return partial(weight_matching, graph, solver=solver)
+    if solver != "frank_wolfe":
+        raise ValueError("solver= is of weight matching; match_on='activations' does not read it")
+    if reference in ("mean", "universe"):
+        raise ValueError(
+            f"reference={reference!r} averages weights and has no activations of its own; use match_on='weights', "
+            "or reference='first' or 'medoid'"
+        )
     if model is None or dataloader is None:
         raise ValueError("match_on='activations' needs model= and dataloader=: units are matched by what they compute")
     data = reusable(dataloader)

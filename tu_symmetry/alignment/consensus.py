@@ -1,4 +1,4 @@
-"""What networks are aligned to: the first of them, a given one, or their universe.
+"""What networks are aligned to: one of them, a given one, their medoid, their running mean, or their universe.
 
 Networks are read when their turn comes, and only the sum of them is kept. A permutation of all networks alike changes
 no distance: the one is chosen that leaves the first network as it is.
@@ -20,10 +20,11 @@ from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Reference = Literal["first", "universe"]
+Reference = Literal["first", "medoid", "mean", "universe"]
 Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
-_MOST_SWEEPS = 20
+_MOST_SWEEPS = 20  # of a universe
+_CANDIDATES = 16  # that are compared for a medoid
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class Target:
     """What networks are aligned to: a state, how they are matched to it, and the permutations that are known already.
 
     Attributes:
+        index: its number, if it is one of the networks.
         sweeps: of a universe, and whether the last one moved nothing.
     """
 
     state: Mapping[str, Tensor]
     match: Match
     known: Mapping[int, Permutation] = field(default_factory=dict)
+    index: int | None = None
     sweeps: int = 0
     converged: bool = True
 
@@ -58,8 +61,10 @@ def find_target(
     if not isinstance(reference, str):
         return Target(reference, match)
     if reference == "first":
-        return Target(networks[0], match, {0: identity_permutation(graph)})
-    return _universe(graph, networks, match, progress)
+        return Target(networks[0], match, {0: identity_permutation(graph)}, 0)
+    if reference == "medoid":
+        return _medoid(graph, networks, match, progress)
+    return _consensus(graph, networks, match, _MOST_SWEEPS if reference == "universe" else 0, progress)
 
 
 def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
@@ -69,12 +74,33 @@ def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
     return state
 
 
-def _universe(graph: SymmetryGraph, networks: Sequence[State], match: Match, progress: Progress) -> Target:
+def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progress: Progress) -> Target:
+    """The network with the least sum of distances to the others after matching, among a sample of all."""
+    order = torch.randperm(len(networks), generator=torch.Generator().manual_seed(0), device="cpu")
+    chosen = sorted(order[:_CANDIDATES].tolist())
+    found: dict[tuple[int, int], Matching] = {}
+    for i in chosen:
+        target = read(graph, networks, i)
+        for j in chosen:
+            if i < j:
+                found[i, j] = match(target, read(graph, networks, j))
+                total = len(chosen) * (len(chosen) - 1) // 2
+                progress({"step": "comparing pairs", "done": len(found), "total": total})
+    totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
+    best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
+    known = {best: identity_permutation(graph), **{j: m.permutation for (i, j), m in found.items() if i == best}}
+    return Target(networks[best], match, known, best)
+
+
+def _consensus(
+    graph: SymmetryGraph, networks: Sequence[State], match: Match, max_sweeps: int, progress: Progress
+) -> Target:
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
     C2M3, eq. 5), which is consistent along every cycle of networks. Each network descends from the permutation that it
-    has, so the sum never decreases, and a sweep that moves nothing ends them.
+    has, so the sum never decreases, and a sweep that moves nothing ends them. Without sweeps it is the mean: further
+    passes against the mean of all would change nothing, since a network is a part of it.
     """
     count = len(networks)
     like: State = {}
@@ -118,7 +144,7 @@ def _universe(graph: SymmetryGraph, networks: Sequence[State], match: Match, pro
         enter(state, held[k], {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
-    while sweep < _MOST_SWEEPS and moved:
+    while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
         for k in range(count):
             moved |= improve(k)
@@ -129,6 +155,6 @@ def _universe(graph: SymmetryGraph, networks: Sequence[State], match: Match, pro
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         match,
         {k: compose(back, permutation) for k, permutation in enumerate(held)},
-        sweep,
-        not moved,
+        sweeps=sweep,
+        converged=sweep == 0 or not moved,
     )

@@ -1,7 +1,7 @@
 """Aligning many checkpoint files, two in memory at a time; results of an interrupted run are used again.
 
 For every checkpoint the folder takes ``NAME.safetensors``, the aligned weights, and ``NAME.permutation.safetensors``;
-what they were made of stands in their headers. With a universe it also takes ``mean.safetensors``, the mean of all.
+what they were made of stands in their headers. A mean and a universe also write ``mean.safetensors``, the mean of all.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Aligned:
 class FileAlignment:
     """What :func:`align_files` did.
 
-    ``mode`` is ``file``, ``first`` or ``universe``; ``reference`` the file that distances are measured to, of a
-    universe ``mean.safetensors`` in the folder; ``skipped`` how many files had been done before.
+    ``mode`` is ``file`` or a word of :func:`tu_symmetry.align`; ``reference`` the file that distances are measured to,
+    of a mean or a universe ``mean.safetensors`` in the folder; ``skipped`` how many files had been done before.
     """
 
     architecture: str
@@ -98,6 +98,8 @@ class FileAlignment:
         if len(rows) < len(self.files):
             rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", "", "", "", ""])
         target, caption = os.path.relpath(self.reference, shared), ""
+        if self.mode == "mean":
+            target = "the mean of those before each"
         if self.mode == "universe":
             end = "the last one moved nothing" if self.converged else "the last one still moved units"
             target, caption = "the mean of all", f"sweeps: {self.sweeps}; {end}"
@@ -122,8 +124,9 @@ def align_files(
     files whose names have none are read as they are.
     """
     mode = reference if isinstance(reference, str) else "file"
-    if mode == "universe" and len(checkpoints) < 2:
-        raise FileError("a universe needs at least two checkpoints, got one")
+    averaged = mode in ("mean", "universe")
+    if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
+        raise FileError(f"a {mode} needs at least two checkpoints, got one")
     if out.exists() and not out.is_dir():
         raise FileError(f"{out} is a file, and the results need a folder; choose another name with --out")
     names = [f"{name}{suffix}" for name in output_names(checkpoints) for suffix in (".safetensors", PERMUTATION)]
@@ -142,13 +145,13 @@ def align_files(
                 given,
                 progress=lambda at: tracker.update(at["done"], what=at["step"]),
             )
-        path = reference if isinstance(reference, Path) else files[0].path
-        if mode == "universe":
+        path = reference if isinstance(reference, Path) else files[target.index or 0].path
+        if averaged:
             path = out / MEAN
             write_owned(path, target.state, {"mean_of": len(files)})
         header = {
             "architecture": graph.architecture,
-            "mode": "mean" if mode == "universe" else "file",
+            "mode": mode if averaged else "file",
             "reference_sha256": sha256(path),
             "prefix": prefix,
         }
@@ -163,7 +166,7 @@ def align_files(
         alignment = FileAlignment(
             architecture=graph.architecture,
             mode=mode,
-            reference=MEAN if mode == "universe" else str(path),
+            reference=MEAN if averaged else str(path),
             reference_sha256=header["reference_sha256"],
             sweeps=target.sweeps,
             converged=target.converged,

@@ -46,11 +46,11 @@ def _add_files(parser: argparse.ArgumentParser, **out: Any) -> None:
     parser.add_argument("--out", required=True, **out)
     parser.add_argument(
         "--reference",
-        type=named("a file, or first or universe"),
+        type=named("a file, or first, medoid, mean or universe"),
         default="first",
-        metavar="FILE|first|universe",
-        help="what all are aligned to: a file; the first; or the mean of those before each, and then all others, in "
-        "sweeps until nothing moves (default: first)",
+        metavar="FILE|first|medoid|mean|universe",
+        help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
+        "those before each; or, from there, all others, in sweeps until nothing moves (default: first)",
     )
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
 
