@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.align import Alignment, align
 from tu_symmetry.callbacks.members import (
     ModuleSource,
     as_input,
@@ -37,7 +36,7 @@ class FitCompactPosterior(Callback):
     The networks are those of a sample store (``samples``; it may have been written by this very run, as
     :class:`~tu_symmetry.routines.HMCRoutine` does), or else the members that the run has trained. Rank 0 does the work.
 
-    Logged once: ``compact/NoT`` (mean number of transpositions to the reference), ``compact/sigma_q_d`` and
+    Logged once: ``compact/NoT`` (mean number of transpositions to the first network), ``compact/sigma_q_d`` and
     ``compact/sigma_q_r`` (root mean square of the standard deviations).
 
     Args:
@@ -47,9 +46,6 @@ class FitCompactPosterior(Callback):
         num_samples: number of stored samples that are used, evenly spaced; None for all.
         members: where this run's networks are, as for :class:`~tu_symmetry.callbacks.Rebasin`.
         match_on: match units by ``weights``, or by ``activations`` on the training data.
-
-    Attributes:
-        alignment: the alignment to the first network, after the fit.
     """
 
     def __init__(
@@ -68,13 +64,10 @@ class FitCompactPosterior(Callback):
         if match_on not in ("weights", "activations"):
             raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
         require_numbers(num_samples=num_samples)
-        if num_samples is not None and num_samples < 2:
-            raise ValueError(f"a posterior needs at least two networks, got num_samples={num_samples}")
         self.q_r = None if q_r is None else Path(q_r)
         self.q_d = None if q_d is None else Path(q_d)
         self.samples = None if samples is None else Path(samples)
         self.num_samples, self.members, self.match_on = num_samples, members, match_on
-        self.alignment: Alignment[Any] | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end."""
@@ -113,13 +106,10 @@ class FitCompactPosterior(Callback):
             data: dict[str, Any] = {}
             if self.match_on == "activations":
                 data = {"model": copied.to(pl_module.device), "dataloader": loader}
-            self.alignment = align(graph, states, match_on=self.match_on, **data)
-            counts = self.alignment.transpositions
-            q_r = CompactPosterior.from_states(self.alignment.states, graph, align=False)
-            q_r.metadata |= {"aligned": True, "match_on": self.match_on, "reference": "first"}
-            q_r.metadata["transpositions"] = list(counts)
+            q_r = CompactPosterior.from_states(states, graph, match_on=self.match_on, **data)
             q_r.save(self.q_r)
-            found |= {"sigma_q_r": _root_mean_square(q_r), "NoT": sum(counts[1:]) / (len(counts) - 1)}
+            moved = q_r.metadata["transpositions"][1:]  # the first is the reference
+            found |= {"sigma_q_r": _root_mean_square(q_r), "NoT": sum(moved) / len(moved)}
         rank_zero_info(
             "compact posterior of %d networks: %s", len(states), ", ".join(f"{n} {v:.4g}" for n, v in found.items())
         )

@@ -12,7 +12,6 @@ from tu_symmetry.metrics.base import AverageMetric
 from tu_symmetry.metrics.functional.diversity import pairwise_mutual_information
 from tu_symmetry.metrics.functional.predictive import predictive_agreement, predictive_total_variation
 from tu_symmetry.metrics.functional.representation import representation_costs
-from tu_symmetry.scaling.masses import Parameters
 from tu_symmetry.symmetry.elements import check_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -94,19 +93,18 @@ class RepresentationCost(AverageMetric):
 
     Args:
         graph: the symmetry graph of the networks.
-        parameters: the tensors that count, as the regularizer counts them; see :func:`~tu_symmetry.canonicalize`.
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
     higher_is_better = False
 
-    def __init__(self, graph: SymmetryGraph, *, parameters: Parameters | None = None, **kwargs: Any) -> None:
+    def __init__(self, graph: SymmetryGraph, **kwargs: Any) -> None:
         super().__init__(shape=(3,), **kwargs)
-        self.graph, self.counted = graph, parameters
+        self.graph = graph
 
     def update(self, states: Mapping[str, Tensor]) -> None:
         """Add a network, or stacked networks ``(S, ...)``."""
-        costs = representation_costs(self.graph, states, parameters=self.counted)
+        costs = representation_costs(self.graph, states)
         rows = torch.stack([costs.mass, costs.minimal_mass, costs.ratio])
         self.add(rows.sum(1), rows.shape[1])
 

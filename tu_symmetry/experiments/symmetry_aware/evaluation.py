@@ -189,8 +189,8 @@ def quality(
         if name == "ns_aligned":
             pair = [torch.cat(list(v.values()), dim=1) for v in (own, references[name])]
             generator = torch.Generator().manual_seed(seed)
-            what = form.name if form else ""
-            found["quotient"] = asdict(vector_distances(*pair, removed=what, generator=generator, device=device))
+            distances = vector_distances(*pair, generator=generator, device=device)
+            found["quotient"] = asdict(distances) | {"removed": form.name if form else ""}
     return found
 
 
