@@ -155,7 +155,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "RepresentationCost": lambda p: tus.RepresentationCost(graph()),
     "TranspositionCount": lambda p: tus.TranspositionCount(),
     "SampleStore": lambda p: stored(p),
-    "FitCompactPosterior": lambda p: tus.callbacks.FitCompactPosterior("q.safetensors"),
+    "FitCompactPosterior": lambda p: tus.callbacks.FitCompactPosterior("samples", q_r="q_r", q_d="q_d"),
     "FitLaplace": lambda p: tus.FitLaplace(),
     "PosteriorSnapshots": lambda p: tus.PosteriorSnapshots("samples", every_n_epochs=1),
     "Rebasin": lambda p: tus.Rebasin(),

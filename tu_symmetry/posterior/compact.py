@@ -198,14 +198,10 @@ class CompactPosterior:
             masks |= {alias: part.reshape(self.std[name].shape) for alias in self._tied[name]}
         return masks
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> CompactPosterior:
-        """The same posterior on another device, or in another floating-point precision."""
-
-        def move(tensors: State) -> State:
-            moved = {n: t.to(device, dtype if t.is_floating_point() else None) for n, t in tensors.items()}
-            return as_given(tensors, moved)
-
-        return CompactPosterior(move(self.mean), move(self.std), aliases=self._aliases(), metadata=self.metadata)
+    def to(self, device: str | torch.device) -> CompactPosterior:
+        """The same posterior on another device."""
+        mean, std = ({n: t.to(device) for n, t in part.items()} for part in (self.mean, self.std))
+        return CompactPosterior(as_given(self.mean, mean), std, aliases=self._aliases(), metadata=self.metadata)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file (``mean/NAME``, ``std/NAME``) whole or not at all."""

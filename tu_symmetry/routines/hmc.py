@@ -175,7 +175,6 @@ class HMCRoutine(PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the chain from the checkpoint; it continues at the first step."""
-        super().on_load_checkpoint(checkpoint)
         self._restored, self._resumed = checkpoint.get(_STATE), True
         if self._restored is not None:
             series = self._restored["series"]

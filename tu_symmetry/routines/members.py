@@ -142,7 +142,6 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A resumed run may find its own samples."""
-        super().on_load_checkpoint(checkpoint)
         self._resumed = True
         if "loops" in checkpoint:
             epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]

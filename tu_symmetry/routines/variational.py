@@ -148,7 +148,6 @@ class VariationalRoutine(PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them from the checkpoint."""
-        super().on_load_checkpoint(checkpoint)
         if _STATE in checkpoint:
             state = checkpoint[_STATE]
             self._noise_state, self._sums, self._seen = state["noise"], state["sums"], state["seen"]

@@ -25,7 +25,7 @@ from tu_symmetry.metrics.functional.discrepancy import (
     u_statistics,
     weight_vectors,
 )
-from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
