@@ -40,8 +40,9 @@ def routine(model: nn.Module, **options) -> ClassificationRoutine:
     )
 
 
-@pytest.mark.parametrize("method", ["mc_dropout", "swag", "laplace", "variational"])
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("mc_dropout", None), ("swag", "bfloat16"), ("laplace", "float16"), ("variational", None)]
+)
 def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | None) -> None:
     torch.manual_seed(0)
     draws = PosteriorDraws(5, dtype=dtype)  # type: ignore[arg-type]
@@ -62,7 +63,7 @@ def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | No
     wanted = torch.float32 if dtype is None else getattr(torch, dtype)
     assert {entry.dtype for entry in (store.layout or {}).values()} == {wanted}
     assert not torch.equal(store[0]["3.weight"], store[1]["3.weight"])
-    with pytest.raises(FileExistsError, match="another run already"):
+    with pytest.raises(FileExistsError, match="resume its run"):
         run(tmp_path, *before, draws).fit(made, loader())
 
 
@@ -123,7 +124,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="dtype"):
         PosteriorDraws(3, dtype="int8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="positive"):
-        TrueTemperature(temperature=0.0)
+        TrueTemperature(0.0)
 
 
 class Gaussian(nn.Module):

@@ -71,7 +71,7 @@ class StoredRun:
         elif resumed is None and (found := checkpoints(trainer)):
             wrong = f"of this run, which was cut: resume it with --ckpt_path {found[-1]}, or move both away"
         if wrong:
-            raise FileExistsError(f"{self.folder} holds samples of chains {sorted(self.chains)} {wrong}")
+            raise FileExistsError(f"{self.folder} holds samples of chain {', '.join(map(str, self.chains))} {wrong}")
         count = store.discard(self.chains, after=-1 if resumed is None else step)
         if resumed is None:
             rank_zero_info(
