@@ -152,7 +152,7 @@ class Rebasin(SymmetryCallback):
 
 
 class _Batches:
-    """The batches of the trainer's validation loader as the module gets them in training."""
+    """The trainer's validation batches as the module gets them; generators of the loader's own are left alone."""
 
     def __init__(self, trainer: Trainer) -> None:
         loaders = trainer.val_dataloaders
@@ -166,8 +166,15 @@ class _Batches:
     def __iter__(self) -> Iterator[Any]:
         limits = self.trainer.num_val_batches
         limit = int(limits[0]) if limits and limits[0] != float("inf") else None
-        for batch in islice(self.loader, limit):
-            yield self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))
+        owners = (self.loader, getattr(self.loader, "sampler", None))
+        generators = [g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)]
+        states = [g.get_state() for g in generators]
+        try:
+            for batch in islice(self.loader, limit):
+                yield self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
 
 def _widened(tensor: Tensor) -> Tensor:
