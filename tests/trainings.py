@@ -36,6 +36,11 @@ def trainer(*callbacks: Callback, folder: Path | None = None, **options: Any) ->
     return Trainer(callbacks=list(callbacks), **(defaults | options))
 
 
+def epochs(folder: Path, count: int | None = 3, *callbacks: Callback, **options: Any) -> Trainer:
+    """A trainer of so many epochs, without validation."""
+    return trainer(*callbacks, folder=folder, **({"limit_val_batches": 0, "max_epochs": count} | options))
+
+
 class Killed(Exception):
     """What ends a run as a signal would."""
 

@@ -74,7 +74,7 @@ def made(kind: str) -> tuple[LightningModule, DigitsDataModule]:
     if kind == "members":
         return MembersRoutine(digits_network(), 3), DigitsDataModule(orders=3, **common)
     if kind == "vi":
-        return VariationalRoutine(digits_network(), num_test_samples=2), DigitsDataModule(**common)
+        return VariationalRoutine(digits_network()), DigitsDataModule(**common)
     if kind == "hmc":
         routine = HMCRoutine(digits_network(), step_size=0.02, leapfrog_steps=3, burn_in=1)
         return routine, DigitsDataModule(**common | {"batch_size": "full"})

@@ -7,87 +7,50 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from drawn import generator
 from torch import nn
-from trainings import digits, digits_network, run_cli, trainer
+from trainings import digits, digits_network, epochs, run_cli
 
 import tu_symmetry as tus
-from tu_symmetry.callbacks import FitCompactPosterior, PosteriorSnapshots
+from tu_symmetry.callbacks import FitCompactPosterior
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines import HMCRoutine, MembersRoutine, VariationalRoutine
+from tu_symmetry.routines import HMCRoutine, VariationalRoutine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def epochs(folder: Path, *callbacks: Callback, **options: Any) -> Trainer:
-    return trainer(*callbacks, folder=folder, **({"limit_val_batches": 0, "max_epochs": 2} | options))
-
-
-class Permute(Callback):
-    """Makes all members permuted copies of the first one, as they are at the end."""
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        graph = tus.discover_symmetries(pl_module.member(0), torch.rand(2, 1, 8, 8, device=pl_module.device))
-        first = pl_module.member(0).state_dict()
-        generator = torch.Generator().manual_seed(0)
-        for m in range(1, pl_module.num_members):
-            permutation = tus.random_permutation(graph, generator=generator)
-            for name, t in tus.apply_permutation(graph, permutation, first).items():
-                pl_module.members.state_dict()[name][m] = t
-
-
 @pytest.mark.parametrize("match_on", ["weights", "activations"])
 def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None:
+    """Of a store that holds permuted copies of one network."""
     smooth = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))  # no units that are dead alike
-    routine = MembersRoutine(smooth, 4)
-    fitting = FitCompactPosterior(tmp_path / "a" / "q_r.safetensors", tmp_path / "q_d.safetensors", match_on=match_on)
-    epochs(tmp_path, Permute(), fitting).fit(routine, datamodule=digits(orders=4))
-    q_r, q_d = (
-        CompactPosterior.load(path) for path in (tmp_path / "a" / "q_r.safetensors", tmp_path / "q_d.safetensors")
-    )
-    first = routine.member(0).state_dict()
+    graph, first = tus.discover_symmetries(smooth, torch.rand(2, 1, 8, 8)), smooth.state_dict()
+    permutations = [tus.random_permutation(graph, generator=generator(m)) for m in range(3)]
+    states = [first, *(tus.apply_permutation(graph, p, first) for p in permutations)]
+    SampleStore.create(tmp_path / "s", architecture="net", method="planted").append(states, step=range(4))
+    files = {name: tmp_path / "a" / name for name in ("q_r", "q_d")}
+    fitting = FitCompactPosterior(tmp_path / "s", **files, match_on=match_on)
+    epochs(tmp_path, 1, fitting).fit(VariationalRoutine(smooth), datamodule=digits())
+    q_r, q_d = (CompactPosterior.load(path) for path in files.values())
     assert float(q_r.sigma().max()) < 1e-6 and float(q_d.sigma().max()) > 0.05
     assert all(torch.allclose(t, first[name], atol=1e-6) for name, t in q_r.mean.items())
-    states = [routine.member(m).state_dict() for m in range(4)]
     expected = torch.stack([s["1.weight"].double() for s in states])
     assert torch.allclose(q_d.mean["1.weight"].double(), expected.mean(0), atol=1e-6)
     assert torch.allclose(q_d.std["1.weight"].double(), expected.std(0), atol=1e-6)
     assert q_r.metadata["match_on"] == match_on and q_r.metadata["aligned"] is True
-    assert fitting.alignment is not None and max(fitting.alignment.transpositions) > 0
+    assert q_r.metadata["transpositions"] == [0, *map(tus.transposition_count, permutations)]
 
 
 def test_samples_of_the_same_run(tmp_path: Path) -> None:
     routine = HMCRoutine(digits_network(), 0.02, leapfrog_steps=3, burn_in=2, samples=tmp_path / "s")
-    fitting = FitCompactPosterior(q_d=tmp_path / "q_d.safetensors", samples=tmp_path / "s", num_samples=3)
-    epochs(tmp_path, fitting, max_epochs=None, max_steps=9).fit(routine, datamodule=digits(batch_size="full"))
-    store = SampleStore.open(tmp_path / "s")
-    expected = store.stack([0, 3, 6])["layers.1.bias"].double()
-    q = CompactPosterior.load(tmp_path / "q_d.safetensors")
+    fitting = FitCompactPosterior(tmp_path / "s", q_r=tmp_path / "q_r", q_d=tmp_path / "q_d", num_samples=3)
+    epochs(tmp_path, None, fitting, max_steps=9).fit(routine, datamodule=digits(batch_size="full"))
+    expected = SampleStore.open(tmp_path / "s").stack([0, 3, 6])["layers.1.bias"].double()
+    q = CompactPosterior.load(tmp_path / "q_d")
     assert torch.allclose(q.mean["layers.1.bias"].double(), expected.mean(0), atol=1e-6)
     assert torch.allclose(q.std["layers.1.bias"].double(), expected.std(0), atol=1e-6)
-
-
-def test_refusals_come_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nothing to write"):
-        FitCompactPosterior()
-    single = VariationalRoutine(digits_network())
-    with pytest.raises(ValueError, match="single network"):
-        epochs(tmp_path, FitCompactPosterior(tmp_path / "q")).fit(single, datamodule=digits())
-    (tmp_path / "q").touch()
     with pytest.raises(FileExistsError, match="is there already"):
-        epochs(tmp_path, FitCompactPosterior(tmp_path / "q")).fit(
-            MembersRoutine(digits_network(), 2), datamodule=digits(orders=2)
-        )
-
-
-def test_snapshots_of_members_are_chains_after_the_burn_in(tmp_path: Path) -> None:
-    routine = MembersRoutine(digits_network(), 3)
-    snapshots = PosteriorSnapshots(tmp_path / "s", every_n_steps=2, burn_in=3, chain=5)
-    epochs(tmp_path, snapshots).fit(routine, datamodule=digits(orders=3))
-    store = SampleStore.open(tmp_path / "s")
-    assert list(zip(store.chains, store.steps, strict=True)) == [(c, s) for s in (5, 7) for c in (5, 6, 7)]
-    assert not torch.equal(store[0]["layers.1.bias"], store[1]["layers.1.bias"])
+        epochs(tmp_path, 2, fitting).fit(VariationalRoutine(digits_network()), datamodule=digits())
 
 
 YAML = """
@@ -95,11 +58,13 @@ seed_everything: 0
 trainer: {{accelerator: cpu, devices: 1, max_epochs: 2, limit_val_batches: 0, enable_progress_bar: false,
           logger: false, enable_checkpointing: false,
           callbacks: [{{class_path: tu_symmetry.callbacks.FitCompactPosterior,
-                        init_args: {{q_r: {folder}/q_r.safetensors, match_on: activations}}}}]}}
+                        init_args: {{samples: {folder}/samples, q_r: {folder}/q_r.safetensors,
+                                    q_d: {folder}/q_d.safetensors, match_on: activations}}}}]}}
 model:
   class_path: tu_symmetry.routines.MembersRoutine
   init_args:
     num_members: 3
+    samples: {folder}/samples
     model: {{class_path: tu_symmetry.tables.models.MLP, init_args: {{in_features: 64, num_classes: 10, hidden: [8]}}}}
 data:
   class_path: tu_symmetry.datamodules.DigitsDataModule

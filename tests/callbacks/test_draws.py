@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from drawn import normal
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +24,7 @@ from tu_symmetry.routines import SWAG, LaplacePostProcessing, VariationalRoutine
 
 def loader(batch_size: int = 20) -> DataLoader:
     y = torch.arange(60) % 3
-    x = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)) + 1.5 * torch.eye(3)[y][:, :2]
+    x = normal(60, 2, dtype=torch.float32) + 1.5 * torch.eye(3)[y][:, :2]
     return DataLoader(TensorDataset(x, y), batch_size=batch_size)
 
 
@@ -40,8 +42,9 @@ def routine(model: nn.Module, **options) -> ClassificationRoutine:
     )
 
 
-@pytest.mark.parametrize("method", ["mc_dropout", "swag", "laplace", "variational"])
-@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("mc_dropout", None), ("swag", "bfloat16"), ("laplace", "float16"), ("variational", None)]
+)
 def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | None) -> None:
     torch.manual_seed(0)
     draws = PosteriorDraws(5, dtype=dtype)  # type: ignore[arg-type]
@@ -62,7 +65,7 @@ def test_every_method_fills_a_store(tmp_path: Path, method: str, dtype: str | No
     wanted = torch.float32 if dtype is None else getattr(torch, dtype)
     assert {entry.dtype for entry in (store.layout or {}).values()} == {wanted}
     assert not torch.equal(store[0]["3.weight"], store[1]["3.weight"])
-    with pytest.raises(FileExistsError, match="another run already"):
+    with pytest.raises(FileExistsError, match="resume its run"):
         run(tmp_path, *before, draws).fit(made, loader())
 
 
@@ -117,15 +120,6 @@ def test_swag_comes_back_from_a_checkpoint(tmp_path: Path, normalized: bool) -> 
     assert all(bool(b.abs().sum() > 0) for b in statistics) and len(statistics) == 2 * normalized
 
 
-def test_wrong_arguments() -> None:
-    with pytest.raises(ValueError, match="num_samples"):
-        PosteriorDraws(0)
-    with pytest.raises(ValueError, match="dtype"):
-        PosteriorDraws(3, dtype="int8")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="positive"):
-        TrueTemperature(temperature=0.0)
-
-
 class Gaussian(nn.Module):
     """Data whose posterior is known: the mean of a normal distribution with variance 1, prior N(0, 1 / tau)."""
 
@@ -138,28 +132,20 @@ class Gaussian(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["SGLD", "SGHMC"])
-def test_the_stationary_variance_is_the_posteriors(tmp_path: Path, name: str) -> None:
+def test_the_stationary_variance_is_the_posteriors(name: str) -> None:
     """1 / (N + tau) under the rule that the callback sets; N ** 2 / 10,000 times as much under their default."""
     points, tau = 50, 10.0
-    y = torch.randn(points, generator=torch.Generator().manual_seed(0))
-    expected = 1 / (points + tau)
+    y = normal(points, dtype=torch.float32)
 
-    class Fit(nn.Module):
-        reduction = "mean"
-
-    def run(apply: bool) -> tuple[float, float]:
+    def moments(apply: bool) -> tuple[float, float]:
         torch.manual_seed(0)
         model = Gaussian()
-        optimizer = (
-            SGLD(model.parameters(), lr=0.05)
-            if name == "SGLD"
-            else SGHMC(model.parameters(), lr=0.05, friction=0.1, burn_in_steps=0)
-        )
+        more = {} if name == "SGLD" else {"friction": 0.1, "burn_in_steps": 0}
+        optimizer = {"SGLD": SGLD, "SGHMC": SGHMC}[name](model.parameters(), lr=0.05, **more)
         if apply:
-            owner = type("Owner", (), {"loss": Fit()})()
             data = DataLoader(TensorDataset(torch.zeros(points, 1), y))
-            fake = type("Fake", (), {"optimizers": [optimizer], "train_dataloader": data})()
-            TrueTemperature(prior_precision=tau).on_train_start(fake, owner)  # type: ignore[arg-type]
+            run = SimpleNamespace(optimizers=[optimizer], train_dataloader=data)
+            TrueTemperature(prior_precision=tau).on_train_start(run, SimpleNamespace(loss=nn.MSELoss()))  # type: ignore[arg-type]
         seen = []
         for step in range(1500):
             optimizer.zero_grad()
@@ -171,12 +157,19 @@ def test_the_stationary_variance_is_the_posteriors(tmp_path: Path, name: str) ->
         samples = torch.stack(seen)
         return float(samples.mean()), float(samples.var())
 
-    mean, variance = run(True)
+    expected = 1 / (points + tau)
+    mean, variance = moments(True)
     assert variance == pytest.approx(expected, rel=0.1)
     assert mean == pytest.approx(float(y.sum()) / (points + tau), abs=4 * math.sqrt(expected / 400))
-    assert abs(run(False)[1] / expected - 1) > 0.3
+    assert abs(moments(False)[1] / expected - 1) > 0.3
 
 
-def test_temperature_refuses_what_samples_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="samples nothing"):
-        run(tmp_path, TrueTemperature(), epochs=1).fit(routine(network()), loader())
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    for message, make in (
+        ("num_samples", lambda: PosteriorDraws(0)),
+        ("dtype", lambda: PosteriorDraws(3, dtype="int8")),  # type: ignore[arg-type]
+        ("positive", lambda: TrueTemperature(0.0)),
+        ("samples nothing", lambda: run(tmp_path, TrueTemperature(), epochs=1).fit(routine(network()), loader())),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()

@@ -26,7 +26,7 @@ TEXTS: list[tuple[str, Callable[[], Any]]] = [
     ("every_n_epochs", lambda: tus.Rebasin(every_n_epochs="2")),  # type: ignore[arg-type]
     ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
     ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
-    ("num_samples", lambda: tus.callbacks.FitCompactPosterior("x", num_samples="3")),  # type: ignore[arg-type]
+    ("num_samples", lambda: tus.callbacks.FitCompactPosterior("x", q_r="r", q_d="d", num_samples="3")),  # type: ignore[arg-type]
     ("standard_errors", lambda: tus.FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
     ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
     ("num_members", lambda: tus.routines.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.seed import isolate_rng
 from randomness import seed_all, states
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,6 +29,7 @@ from tu_symmetry.callbacks import (
     ScaleCanonicalization,
     TrueTemperature,
 )
+from tu_symmetry.posterior.samples import SampleStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,6 +80,14 @@ def fit(
     return {n: t.detach().cpu().clone() for n, t in module.state_dict().items()}, states()
 
 
+def stored(folder: Path) -> Path:
+    """A store of networks as they start; the global random states stay."""
+    with isolate_rng():
+        states = [Drawing().model.state_dict() for _ in range(2)]
+    SampleStore.create(folder, architecture="net", method="test").append(states, step=[0, 1])
+    return folder
+
+
 ONLOOKERS: dict[str, Callable[[Path], Callback]] = {
     "LastCheckpoint": lambda folder: LastCheckpoint(every_seconds=0),
     "ProgressLines": lambda folder: ProgressLines(),
@@ -85,9 +95,8 @@ ONLOOKERS: dict[str, Callable[[Path], Callback]] = {
     "PosteriorDraws": lambda folder: PosteriorDraws(2),
     "FitLaplace": lambda folder: FitLaplace(path=folder / "laplace.safetensors"),
     "FitLaplace without validation": lambda folder: FitLaplace(loader(True), calibrate=False, curvature="diag"),
-    "FitCompactPosterior": lambda folder: FitCompactPosterior(folder / "q_r.safetensors", folder / "q_d.safetensors"),
-    "FitCompactPosterior by activations": lambda folder: FitCompactPosterior(
-        folder / "q.safetensors", match_on="activations"
+    "FitCompactPosterior": lambda folder: FitCompactPosterior(
+        stored(folder / "samples"), q_r=folder / "q_r", q_d=folder / "q_d", match_on="activations"
     ),
 }
 ACTING: dict[str, Callable[[Path], Callback]] = {  # what they change is the weights, or what the optimizer does
@@ -100,8 +109,7 @@ ELSEWHERE = {"TrueTemperature": TrueTemperature}  # no part of such a fit
 
 def ensemble(name: str) -> int:
     """How many networks a callback is tried with."""
-    return 2 if name in ("PosteriorSnapshots", "FitCompactPosterior", "FitCompactPosterior by activations", "Rebasin",
-                         "Rebasin in place") else 1  # fmt: skip
+    return 2 if name in ("PosteriorSnapshots", "Rebasin", "Rebasin in place") else 1
 
 
 def test_every_callback_is_among_them() -> None:

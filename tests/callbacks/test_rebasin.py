@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from drawn import generator, normal
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -64,8 +65,7 @@ class PlantPermutations(Callback):
         for i, member in enumerate(members):
             member.load_state_dict(members[0].state_dict())
             if i:
-                generator = torch.Generator().manual_seed(i)
-                self.planted[i] = random_permutation(graph, generator=generator)
+                self.planted[i] = random_permutation(graph, generator=generator(i))
                 member.load_state_dict(apply_permutation(graph, self.planted[i], members[0].state_dict()))
 
 
@@ -127,26 +127,28 @@ def test_in_place_ends_aligned_and_only_logging_changes_nothing() -> None:
     assert watch.history == rebasin.history
 
 
-def test_schedule_counts_optimizer_steps_under_accumulation() -> None:
-    module, rebasin = ensemble(), mlp_rebasin(in_place=True, every_n_steps=2, at_end=False)
-    plain = ensemble()
-    fit(plain, accumulate_grad_batches=2)
-    fit(module, rebasin, accumulate_grad_batches=2)  # 6 batches an epoch: 3 steps an epoch, 9 in all
-    assert [r["step"] for r in rebasin.history] == [2, 4, 6, 8]
+class Stop(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.should_stop = trainer.global_step == 8
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "steps"),
+    [
+        ({"every_n_steps": 2, "at_end": False}, {"accumulate_grad_batches": 2}, [2, 4, 6, 8]),  # of 9 optimizer steps
+        ({"every_n_steps": 4}, {"limit_train_batches": 3}, [4, 8, 9]),
+        ({}, {}, [8]),  # at an end that nobody foresaw
+    ],
+)
+def test_it_acts_at_optimizer_steps_and_at_the_end(
+    schedule: dict[str, Any], options: dict[str, Any], steps: list[int]
+) -> None:
+    plain, module, rebasin = ensemble(), ensemble(), mlp_rebasin(in_place=True, **schedule)
+    stop = [] if options else [Stop()]
+    fit(plain, *stop, **options)
+    fit(module, *stop, rebasin, **options)
+    assert [r["step"] for r in rebasin.history] == steps
     assert module.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
-    at_end = mlp_rebasin(every_n_steps=4)
-    fit(ensemble(), at_end, limit_train_batches=3)
-    assert [r["step"] for r in at_end.history] == [4, 8, 9]
-
-
-def test_end_is_acted_on_when_training_stops_early() -> None:
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-            trainer.should_stop = trainer.global_step == 8
-
-    rebasin = mlp_rebasin()
-    fit(ensemble(), Stop(), rebasin)
-    assert [r["step"] for r in rebasin.history] == [8]
 
 
 def test_every_logger_gets_plain_scalars(tmp_path: Path) -> None:
@@ -183,28 +185,14 @@ def test_a_resumed_run_goes_on_with_the_same_schedule(
 
 
 def test_loaders_with_a_shared_generator_keep_their_order() -> None:
-    orders = []
+    data = TensorDataset(normal(48, 5), torch.arange(48) % 3)
+    losses = []
     for callbacks in ([], [mlp_rebasin(every_n_epochs=1, barrier_loader="val")]):
-        generator = torch.Generator().manual_seed(9)
-        batches: list[Tensor] = []
-        x = torch.randn(48, 5, dtype=torch.float64)
-
-        class Keep(Callback):
-            def __init__(self, seen: list[Tensor]) -> None:
-                self.seen = seen
-
-            def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, index: int) -> None:
-                self.seen.append(batch[1])
-
-        data = TensorDataset(x, torch.arange(48) % 3)
-        seed_everything(1, verbose=False)
-        trainer(*callbacks, Keep(batches), max_epochs=3).fit(
-            ensemble(),
-            DataLoader(data, batch_size=8, shuffle=True, generator=generator),
-            DataLoader(data, batch_size=8, generator=generator),
-        )
-        orders.append(torch.cat(batches).tolist())
-    assert orders[0] == orders[1]
+        source, module = generator(9), ensemble()
+        train = DataLoader(data, batch_size=8, shuffle=True, generator=source)
+        trainer(*callbacks, max_epochs=3).fit(module, train, DataLoader(data, batch_size=8, generator=source))
+        losses.append(module.losses)
+    assert losses[0] == losses[1]
 
 
 def test_lightning_weight_averages_follow() -> None:
@@ -224,28 +212,22 @@ def test_low_precision_weights() -> None:
     assert member_state(module, 1)["0.weight"].dtype == torch.bfloat16
 
 
-def test_bad_ensembles() -> None:
-    with pytest.raises(ValueError, match="'val'"):
-        Rebasin(barrier_loader="train")
-    with pytest.raises(ValueError, match="leads nowhere in Routine"):
-        Rebasin("model.nets").networks(ensemble())
-    with pytest.raises(ValueError, match="1 network was found"):
-        fit(ensemble(members=1), Rebasin())
+def test_what_cannot_be_aligned_is_said_before_the_first_step() -> None:
     wide = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
-    with pytest.raises(ValueError, match=r"'0\.weight' is a tensor of shape \(7, 5\) in member 0"):
-        fit(Routine(Ensemble([mlp(), wide])), Rebasin())
     tanh = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-    with pytest.raises(ValueError, match="is ReLU in member 0 and Tanh in member 1"):
-        fit(Routine(Ensemble([mlp(), tanh])), Rebasin())
-    with pytest.raises(SymmetryError, match="nothing to align"):
-        fit(ensemble(lambda: nn.Linear(5, 3)), Rebasin())
-
-
-def test_missing_inputs_and_losses() -> None:
-    module = ensemble()
-    module.loss = None  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="no attribute 'loss'"):
-        fit(module, Rebasin(barrier_loader="val"))
+    silent = ensemble()
+    silent.loss = None  # type: ignore[assignment]
+    for message, module, options in (
+        ("'val'", ensemble(), {"barrier_loader": "train"}),
+        ("leads nowhere in Routine", ensemble(), {"members": "model.nets"}),
+        ("1 network was found", ensemble(members=1), {}),
+        (r"'0\.weight' is a tensor of shape \(7, 5\) in member 0", Routine(Ensemble([mlp(), wide])), {}),
+        ("is ReLU in member 0 and Tanh in member 1", Routine(Ensemble([mlp(), tanh])), {}),
+        ("nothing to align", ensemble(lambda: nn.Linear(5, 3)), {}),
+        ("no attribute 'loss'", silent, {"barrier_loader": "val"}),
+    ):
+        with pytest.raises((ValueError, SymmetryError), match=message):
+            fit(module, Rebasin(**options))
     with pytest.raises(ValueError, match="needs a validation loader"):
         trainer(Rebasin(barrier_loader="val")).fit(ensemble(), loader())
     with pytest.raises(TypeError, match="cannot tell the input"):

@@ -10,10 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from trainings import Routine, fit, normalized, routine
+from trainings import Routine, digits, digits_network, epochs, fit, normalized, routine
 
 from tu_symmetry.callbacks import PosteriorSnapshots
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.routines import MembersRoutine
 from tu_symmetry.states import SampleFileError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -64,6 +65,13 @@ def test_named_epochs(tmp_path: Path) -> None:
         PosteriorSnapshots(tmp_path, at_epochs=[0, 1])
     with pytest.raises(ValueError, match="nothing to wait for"):
         PosteriorSnapshots(tmp_path, at_epochs=[1], burn_in=2)
+
+
+def test_snapshots_of_members_are_chains_after_the_burn_in(tmp_path: Path) -> None:
+    module = MembersRoutine(digits_network(), 3)
+    snapshots = PosteriorSnapshots(tmp_path / "s", every_n_steps=2, burn_in=3, chain=5)
+    epochs(tmp_path, 2, snapshots).fit(module, datamodule=digits(orders=3))
+    assert written(tmp_path / "s") == [(c, s) for c in (5, 6, 7) for s in (5, 7)]
 
 
 def test_an_ensemble_is_one_chain_for_each_member(tmp_path: Path) -> None:

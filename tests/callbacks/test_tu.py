@@ -86,6 +86,7 @@ def test_swag_statistics_follow_the_network() -> None:
     class Shuffle(SymmetryCallback):
         """Permutes at random in place."""
 
+        prefix = "shuffle"
         moved = 0
 
         def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
@@ -93,13 +94,13 @@ def test_swag_statistics_follow_the_network() -> None:
 
         def act(self, trainer: Trainer, pl_module: Any, *, hook: str) -> None:
             (network,) = self.networks(pl_module)
-            graph = self._discover(pl_module)
+            graph = self.known_graph()
             p = random_permutation(graph, generator=torch.Generator().manual_seed(trainer.current_epoch))
             permute_in_place(graph, p, network, **self.followers(trainer, pl_module, network))
             self.moved += transposition_count(p)
 
     _, plain, _ = fit(wrap_swag, 1, ensemble=False)
-    shuffle = Shuffle(every_n_epochs=1, prefix="shuffle")
+    shuffle = Shuffle(every_n_epochs=1)
     _, moved, _ = fit(wrap_swag, 1, shuffle, ensemble=False)
     assert shuffle.moved > 5
     permutable = {n: t for n, t in plain.swag_stats.items() if n.endswith("_mean")}

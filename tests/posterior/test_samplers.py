@@ -72,29 +72,25 @@ def test_a_transition_takes_the_number_of_leapfrog_steps_asked_for() -> None:
 
 
 def test_what_is_no_posterior_is_said() -> None:
-    model, x, y = classification()
-    broken = nn.Linear(4, 3)
-    nn.init.constant_(broken.weight, torch.inf)
-    for arguments, options, message in (
-        ((broken, x, y), {}, "density is zero"),
-        ((model, x, y), {"step_size": 0.0}, "step_size must be positive"),
-        ((model, x, y), {"adapt_step_size": True}, "adapts during the warm-up"),
-        ((model, x * torch.nan, y), {}, "NaN"),
-        ((nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), x, y), {}, "running statistics"),
-        ((model, x, y[1:]), {}, "60 inputs and 59 targets"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            chain(*arguments, **options)  # type: ignore[arg-type]
-
-
-def test_layers_that_cannot_be_initialized_are_named() -> None:
     class Shift(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.shift = nn.Parameter(torch.zeros(4))
 
-    with pytest.raises(ValueError, match="layer 1 of type Shift"):
-        initialized(nn.Sequential(nn.Linear(4, 4), Shift()), 0)
+    model, x, y = classification()
+    broken = nn.Linear(4, 3)
+    nn.init.constant_(broken.weight, torch.inf)
+    for make, message in (
+        (lambda: chain(broken, x, y), "density is zero"),
+        (lambda: chain(model, x, y, step_size=0.0), "step_size must be positive"),
+        (lambda: chain(model, x, y, adapt_step_size=True), "adapts during the warm-up"),
+        (lambda: chain(model, x * torch.nan, y), "NaN"),
+        (lambda: chain(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), x, y), "running statistics"),
+        (lambda: chain(model, x, y[1:]), "60 inputs and 59 targets"),
+        (lambda: initialized(nn.Sequential(nn.Linear(4, 4), Shift()), 0), "layer 1 of type Shift"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_kl_is_that_of_torch() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from drawn import generator, normal
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
 from torch_uncertainty.routines import ClassificationRoutine
+from trainings import trainer
 
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
@@ -35,29 +36,25 @@ def posterior() -> CompactPosterior:
     return CompactPosterior.from_states(members, discover_symmetries(mlp(), torch.randn(2, 4)), align=True)
 
 
-@pytest.fixture(scope="module")
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(50, 4, generator=generator), torch.randint(CLASSES, (50,), generator=generator)
+X, Y = normal(50, 4, dtype=torch.float32), torch.randint(CLASSES, (50,), generator=generator(2))
 
 
 def probabilities(posterior: CompactPosterior, x: Tensor) -> Tensor:
     """Sample by sample, the softmax outputs ``[samples, inputs, classes]`` of the same draws."""
-    stack = posterior.sample(SAMPLES, generator=torch.Generator().manual_seed(7))
+    stack = posterior.sample(SAMPLES, generator=generator(7))
     draws = [{name: t[i] for name, t in stack.items()} for i in range(SAMPLES)]
     return torch.stack([functional_call(mlp(), draw, (x,)).softmax(-1) for draw in draws])
 
 
-def test_metrics_equal_a_hand_computation(posterior: CompactPosterior, data: tuple[Tensor, Tensor]) -> None:
-    x, y = data
-    module = posterior.as_module(mlp(), SAMPLES, generator=torch.Generator().manual_seed(7))
+def test_metrics_equal_a_hand_computation(posterior: CompactPosterior) -> None:
+    x, y = X, Y
+    module = posterior.as_module(mlp(), SAMPLES, generator=generator(7))
     routine = ClassificationRoutine(
         module, num_classes=CLASSES, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information"
     )
     assert not list(routine.parameters()) or all(not p.requires_grad for p in routine.parameters())
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False)
     far = DataLoader(TensorDataset(5 * x, y), batch_size=16)
-    (results,) = trainer.test(routine, [DataLoader(TensorDataset(x, y), batch_size=16), far], verbose=False)[:1]
+    (results,) = trainer().test(routine, [DataLoader(TensorDataset(x, y), batch_size=16), far], verbose=False)[:1]
     p = probabilities(posterior, x)
     mean = p.mean(0)
     accuracy = float((mean.argmax(-1) == y).float().mean())
@@ -74,27 +71,25 @@ def test_metrics_equal_a_hand_computation(posterior: CompactPosterior, data: tup
     assert mutual_information > 1e-3, "vacuous: all samples agree"
 
 
-def test_saved_posterior_is_evaluated_alike(
-    posterior: CompactPosterior, data: tuple[Tensor, Tensor], tmp_path: Path
-) -> None:
+def test_saved_posterior_is_evaluated_alike(posterior: CompactPosterior, tmp_path: Path) -> None:
     posterior.save(tmp_path / "q.safetensors")
     module = posterior_ensemble(tmp_path / "q.safetensors", mlp(), num_samples=SAMPLES, seed=7)
-    outputs = module(data[0]).reshape(SAMPLES, -1, CLASSES).softmax(-1)
-    torch.testing.assert_close(outputs, probabilities(posterior, data[0]))
+    outputs = module(X).reshape(SAMPLES, -1, CLASSES).softmax(-1)
+    torch.testing.assert_close(outputs, probabilities(posterior, X))
     with pytest.raises(ValueError, match="does not say how many"):
         posterior_ensemble(tmp_path / "q.safetensors", mlp())
-    with pytest.raises(ValueError, match="do not belong to Linear"):
+    with pytest.raises(ValueError, match="than the Linear"):
         posterior_ensemble(tmp_path / "q.safetensors", nn.Linear(4, 3), num_samples=SAMPLES)
 
 
-def test_stored_samples_as_an_ensemble(data: tuple[Tensor, Tensor], tmp_path: Path) -> None:
+def test_stored_samples_as_an_ensemble(tmp_path: Path) -> None:
     nets = [mlp() for _ in range(5)]
     store = SampleStore.create(tmp_path / "s", architecture="mlp", method="test")
     for i, net in enumerate(nets):
         store.append(net.state_dict(), chain=0, step=i)
     for number, chosen in ((None, [0, 1, 2, 3, 4]), (3, [0, 2, 4])):
-        expected = torch.cat([nets[i](data[0]) for i in chosen])
-        torch.testing.assert_close(posterior_ensemble(tmp_path / "s", mlp(), num_samples=number)(data[0]), expected)
+        expected = torch.cat([nets[i](X) for i in chosen])
+        torch.testing.assert_close(posterior_ensemble(tmp_path / "s", mlp(), num_samples=number)(X), expected)
     with pytest.raises(ValueError, match="holds 5 samples"):
         posterior_ensemble(tmp_path / "s", mlp(), num_samples=6)
     with pytest.raises(SampleFileError, match="another architecture"):

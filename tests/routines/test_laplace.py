@@ -10,12 +10,11 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine
-from torchmetrics.classification import BinaryAUROC
 from trainings import trainer
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
+from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -160,7 +159,7 @@ def test_a_copy_of_the_network_is_refused() -> None:
     with pytest.raises(ValueError, match="perhaps of a copy"):
         LaplaceEnsemble(net(), laplace=la)
     regression = by_hand(net(1), DataModule("regression"), likelihood="regression", evaluate_at="map")
-    with pytest.raises(ValueError, match="is of a regression"):
+    with pytest.raises(ValueError, match="of a regression"):
         LaplacePostProcessing(regression)
 
 
@@ -174,35 +173,20 @@ def test_further_training_is_noticed() -> None:
         processing(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("criterion", ["mutual_information", "variation_ratio", "entropy", "msp"])
-def test_ensemble_of_functions(criterion: str) -> None:
-    data = DataModule(ood=True)
-    model = net()
-    routine = classify(LaplaceEnsemble(model, 12, seed=3), is_ensemble=True, eval_ood=True, ood_criterion=criterion)
+def test_ensemble_of_functions() -> None:
+    data, model = DataModule(ood=True), net()
+    ensemble = LaplaceEnsemble(model, 12, seed=3)
+    routine = classify(ensemble, is_ensemble=True, eval_ood=True, ood_criterion="mutual_information")
     found, _ = run(routine, data, evaluate_at="map")
     la = by_hand(model, data, evaluate_at="map")
     x, y = data.test_set.tensors
     p, far = (la.function_samples(t, 12, seed=3).softmax(-1) for t in (x, data.far.tensors[0]))
-    assert p.shape == (12, 80, CLASSES)
     mean = p.mean(0)
     assert found["test/cls/NLL"] == pytest.approx(float(-mean[torch.arange(len(y)), y].log().mean()), rel=1e-3)
-    information = entropy(mean) - entropy(p).mean(0)
-    assert found["test/ens_MI"] == pytest.approx(float(information.mean()), rel=1e-3)
-    assert float(information.mean()) > 1e-3, "vacuous: all functions agree"
-
-    def score(q: Tensor) -> Tensor:
-        if criterion == "mutual_information":
-            return entropy(q.mean(0)) - entropy(q).mean(0)
-        if criterion == "variation_ratio":
-            votes = nn.functional.one_hot(q.argmax(-1), CLASSES).sum(0)
-            return 1 - votes.amax(-1) / len(q)
-        return entropy(q).mean(0) if criterion == "entropy" else -q.mean(0).amax(-1)
-
-    metric = BinaryAUROC()  # by the batches of the test: it takes those with a score above 1 for logits
-    for scores, label in ((score(p), 0), (score(far), 1)):
-        for own in scores.split(32):
-            metric.update(own, torch.full(own.shape, label))
-    assert found["ood/AUROC"] == pytest.approx(float(metric.compute()), abs=3e-3)
+    inside, outside = (entropy(q.mean(0)) - entropy(q).mean(0) for q in (p, far))
+    assert found["test/ens_MI"] == pytest.approx(float(inside.mean()), rel=1e-3)
+    assert float(inside.mean()) > 1e-3, "vacuous: all functions agree"
+    assert found["ood/AUROC"] == pytest.approx(auroc(inside, outside), abs=3e-3)
 
 
 def test_ensemble_before_the_fit() -> None:
@@ -219,40 +203,6 @@ def test_ensemble_before_the_fit() -> None:
     torch.testing.assert_close(ensemble(x[:2]).reshape(4, 2, CLASSES), outputs[:, :2])  # the same functions
     with pytest.raises(ValueError, match="at least 1"):
         LaplaceEnsemble(model, 0)
-
-
-@pytest.mark.parametrize("outputs", [1, 2])
-def test_regression_metrics_equal_a_hand_computation(outputs: int) -> None:
-    data = DataModule("regression")
-    if outputs == 2:
-        for name in ("train_set", "test_set", "held_out"):
-            x, y = getattr(data, name).tensors
-            setattr(data, name, TensorDataset(x, torch.stack([y, x[:, 0] * x[:, 1]], 1)))
-    model = net(outputs)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    routine = LaplaceRegressionRoutine(model, outputs, nn.MSELoss(), optim_recipe=optimizer)
-    found, callback = run(routine, data, likelihood="regression", evaluate_at="map")
-    assert found.keys() >= {"test/reg/NLL", "test/cal/QCE", "test/reg/MAE", "test/reg/RMSE"}
-    la = by_hand(model, data, likelihood="regression", evaluate_at="map")
-    x, y = data.test_set.tensors
-    y = y.reshape(len(y), outputs)
-    predictive = la.predictive(x)
-    residual = y - predictive.mean
-    terms = 0.5 * (residual.square() / predictive.variance + (2 * torch.pi * predictive.variance).log())
-    assert found["test/reg/NLL"] == pytest.approx(float(terms.mean()), rel=1e-3)  # TorchUncertainty: per output
-    assert found["test/reg/RMSE"] == pytest.approx(float(residual.square().mean().sqrt()), rel=1e-4)
-    assert 0 < found["test/cal/QCE"] < 1
-    assert callback.laplace is not None
-    assert callback.laplace.noise_variance == pytest.approx(la.noise_variance, rel=1e-3)
-    assert float(predictive.epistemic.mean()) > 1e-3 * la.noise_variance, "vacuous: no epistemic variance"
-
-
-def test_regression_needs_an_approximation_and_one_network() -> None:
-    routine = LaplaceRegressionRoutine(net(1), 1, loss=nn.MSELoss())
-    with pytest.raises(RuntimeError, match="FitLaplace"):
-        trainer().test(routine, DataModule("regression"), verbose=False)
-    with pytest.raises(ValueError, match="leave out dist_family"):
-        LaplaceRegressionRoutine(net(1), 1, dist_family="normal")
 
 
 def test_functions_of_a_regression_as_an_ensemble() -> None:

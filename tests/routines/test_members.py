@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+import trainings
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trainings import trainer
 
-from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.datamodules import DigitsDataModule
-from tu_symmetry.files import remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import MembersRoutine
@@ -57,9 +55,7 @@ def data(orders: int | None = None, seed: int = 5, **more: Any) -> DigitsDataMod
     return DigitsDataModule(batch_size=40, train_size=150, test_size=60, seed=seed, orders=orders, **more)
 
 
-def epochs(folder: Path, count: int = 3, *callbacks: Callback, **options: Any) -> Trainer:
-    common: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0, "max_epochs": count}
-    return trainer(*callbacks, folder=folder, **(common | options))
+epochs = functools.partial(trainings.epochs, precision="64-true")
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -128,14 +124,6 @@ def test_members_are_what_they_are_alone(
     assert not torch.equal(states["head.bias" if network is Net else "b.bias"][0], states[next(iter(states))][1, :1])
 
 
-def test_members_do_not_depend_on_their_number(tmp_path: Path) -> None:
-    few, many = MembersRoutine(Plain(), 2), MembersRoutine(Plain(), 4)
-    epochs(tmp_path).fit(few, datamodule=data(2))
-    epochs(tmp_path).fit(many, datamodule=data(4))
-    for name, t in few.states().items():
-        assert torch.allclose(t, many.states()[name][:2], rtol=1e-10, atol=1e-10)
-
-
 def test_metrics_are_those_of_the_members_and_their_mean(tmp_path: Path) -> None:
     routine = MembersRoutine(Net(), 3)
     epochs(tmp_path).fit(routine, datamodule=data(3))
@@ -158,20 +146,22 @@ def test_metrics_are_those_of_the_members_and_their_mean(tmp_path: Path) -> None
         epochs(tmp_path).test(routine, datamodule=data(eval_ood=True), verbose=False)
 
 
-def test_members_are_written_and_a_cut_run_resumes(tmp_path: Path) -> None:
+def test_a_cut_run_resumes_and_members_do_not_depend_on_their_number(tmp_path: Path) -> None:
     # Lightning restores weights before it makes them double, so the networks are double from the start.
-    whole = MembersRoutine(Net().double(), 3, optimizer=adam, samples=tmp_path / "whole")
+    def made(count: int, **options: Any) -> MembersRoutine:
+        return MembersRoutine(Net().double(), count, optimizer=adam, **options)
+
+    whole, rest, few = made(3, samples=tmp_path / "whole"), made(3, samples=tmp_path / "rest"), made(2)
     epochs(tmp_path, 3).fit(whole, datamodule=data(3))
     saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
-    cut = MembersRoutine(Net().double(), 3, optimizer=adam)
-    epochs(tmp_path, -1, saving, max_steps=6).fit(cut, datamodule=data(3))
-    rest = MembersRoutine(Net().double(), 3, optimizer=adam, samples=tmp_path / "rest")
+    epochs(tmp_path, -1, saving, max_steps=6).fit(made(3), datamodule=data(3))
     epochs(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=saving.best_model_path)
     a, b = SampleStore.open(tmp_path / "whole"), SampleStore.open(tmp_path / "rest", like=Net().double().state_dict())
     assert a.chains == b.chains == [0, 1, 2] and a.steps == b.steps == [12] * 3
     assert all(torch.equal(t, b.load()[name]) for name, t in a.load().items())
-    with pytest.raises(FileExistsError, match="--ckpt_path"):
-        epochs(tmp_path).fit(MembersRoutine(Net(), 3, samples=tmp_path / "rest"), datamodule=data(3))
+    epochs(tmp_path, 3).fit(few, datamodule=data(2))
+    for name, t in few.states().items():
+        torch.testing.assert_close(whole.states()[name][:2], t, rtol=1e-10, atol=1e-10)
 
 
 def test_members_start_from_given_states(tmp_path: Path) -> None:
@@ -195,49 +185,16 @@ def test_members_start_from_given_states(tmp_path: Path) -> None:
     assert torch.equal(routine.states()["conv.weight"], fresh.states()["conv.weight"]), "a second fit goes on"
 
 
-def test_given_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_says_what_is_wrong(tmp_path: Path) -> None:
     given = SampleStore.create(tmp_path / "given", architecture="Net", method="planted", seed=0)
     given.append(MembersRoutine(Plain(), 2).states(), chain=range(2), step=[0] * 2)
     with pytest.raises(ValueError, match="holds 2 states, but num_members is 3"):
         MembersRoutine(Plain(), 3, initial_states=tmp_path / "given").setup("fit")
     with pytest.raises(SampleFileError, match="another architecture"):
         MembersRoutine(Net(), 2, initial_states=tmp_path / "given").setup("fit")
-    with pytest.raises(SampleFileError, match="nowhere"):
-        MembersRoutine(Net(), 2, initial_states=tmp_path / "nowhere").setup("fit")
-
-
-def test_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"orders: 3.*data_order: shared"):
         epochs(tmp_path).fit(MembersRoutine(Plain(), 3), datamodule=data())
     with pytest.raises(ValueError, match="LBFGS mixes"):
         epochs(tmp_path).fit(MembersRoutine(Plain(), 3, optimizer=torch.optim.LBFGS), datamodule=data(3))
     with pytest.raises(ValueError, match="num_members must be positive"):
         MembersRoutine(Plain(), 0)
-
-
-def test_a_run_that_is_resumed_for_more_epochs_replaces_its_members(tmp_path: Path) -> None:
-    """The store holds the last members once, those of a run that was longer from the start; a stranger's is refused."""
-
-    def fit(folder: Path, count: int, resume: bool = False) -> MembersRoutine:
-        routine = MembersRoutine(Plain(), 3, samples=folder / "samples")
-        epochs(folder, count, LastCheckpoint()).fit(routine, datamodule=data(3), ckpt_path="last" if resume else None)
-        return routine
-
-    fit(tmp_path / "a", 2)
-    first = SampleStore.open(tmp_path / "a" / "samples")
-    assert first.chains == [0, 1, 2] and len(set(first.steps)) == 1
-    fit(tmp_path / "a", 4, resume=True)
-    fit(tmp_path / "whole", 4)
-    store, whole = (SampleStore.open(tmp_path / name / "samples") for name in ("a", "whole"))
-    assert store.chains == [0, 1, 2] and store.steps == whole.steps == [2 * first.steps[0]] * 3
-    assert all(torch.equal(t, whole.load()[name]) for name, t in store.load().items())
-    before = sorted(path.name for path in (tmp_path / "a" / "samples").iterdir())
-    fit(tmp_path / "a", 4, resume=True)  # nothing is left to do, and nothing is written
-    assert sorted(path.name for path in (tmp_path / "a" / "samples").iterdir()) == before
-
-    remove_folder(tmp_path / "a" / "samples")
-    stranger = SampleStore.create(tmp_path / "a" / "samples", architecture="Plain", method="hmc", seed=0)
-    stranger.append(whole.load(), chain=range(3), step=[1, 2, 3])
-    with pytest.raises(FileExistsError, match="other samples"):
-        fit(tmp_path / "a", 5, resume=True)
-    assert len(SampleStore.open(tmp_path / "a" / "samples")) == 3

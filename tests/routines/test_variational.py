@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trainings
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import digits_network, trainer
+from trainings import digits_network
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.compact import CompactPosterior
@@ -28,9 +30,7 @@ def data(**more: Any) -> DigitsDataModule:
     return DigitsDataModule(**({"batch_size": 40, "train_size": 150, "test_size": 60, "seed": 5} | more))
 
 
-def epochs(folder: Path, count: int = 3, *callbacks: Callback, **options: Any) -> Trainer:
-    common: dict[str, Any] = {"precision": "64-true", "limit_val_batches": 0, "max_epochs": count}
-    return trainer(*callbacks, folder=folder, **(common | options))
+epochs = functools.partial(trainings.epochs, precision="64-true")
 
 
 class Curve(Callback):
@@ -141,11 +141,11 @@ def test_a_cut_run_resumes(tmp_path: Path) -> None:
 
 
 def test_test_measures_draws(tmp_path: Path) -> None:
-    routine = VariationalRoutine(digits_network(), num_test_samples=7)
+    routine = VariationalRoutine(digits_network())
     (found,) = epochs(tmp_path).test(routine, datamodule=data(), verbose=False)
     (again,) = epochs(tmp_path).test(routine, datamodule=data(), verbose=False)
-    assert found == again and routine.member_scores["Acc"].shape == (7,)
-    assert routine.member_scores["NLL"].unique().numel() == 7
+    assert found == again and routine.member_scores["Acc"].shape == (20,)
+    assert routine.member_scores["NLL"].unique().numel() == 20
 
 
 def test_says_what_is_wrong(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import interpolate
 from tu_symmetry.metrics.functional import network_discrepancy, representation_costs
-from tu_symmetry.metrics.functional.discrepancy import kernel_discrepancies
+from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy
 from tu_symmetry.states import mean_state
 
 State = dict[str, Tensor]
@@ -204,11 +204,11 @@ def test_discrepancies_do_not_depend_on_the_scale(size: float) -> None:
     generator = torch.Generator().manual_seed(5)
     x, y = (torch.randn(12, 7, generator=generator) * 100 + shift for shift in (0, 200))  # above the floors
     dtype = torch.float64 if size > 1e38 else torch.float32
-    wanted = kernel_discrepancies(x.double(), y.double())
+    wanted = maximum_mean_discrepancy(x.double(), y.double())
     far = [(samples.double() * (size / 100)).to(dtype) for samples in (x, y)]
-    found = kernel_discrepancies(*far)
+    found = maximum_mean_discrepancy(*far)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
-    assert float(wanted.mean()) > 0.01
+    assert float(wanted) > 0.01
 
 
 def test_discrepancies_below_the_floors_are_zero_and_with_a_graph_finite() -> None:

@@ -64,9 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hmc": {
         "epochs": 7,
         "callbacks": [COMPACT],
-        "routine": routine(
-            "HMCRoutine", step_size=0.02, leapfrog_steps=2, burn_in=1, samples=f"{OUT}/samples", samples_per_file=2,
-        ),
+        "routine": routine("HMCRoutine", step_size=0.02, leapfrog_steps=2, burn_in=1, samples=f"{OUT}/samples"),
         "data": digits(batch_size="full"),
     },
     "members": {

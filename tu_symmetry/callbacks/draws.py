@@ -19,9 +19,9 @@ from tu_symmetry.callbacks.laplace import FitLaplace
 from tu_symmetry.callbacks.members import on_training_device
 from tu_symmetry.callbacks.training_data import in_precision
 from tu_symmetry.posterior.draws import Draws, network_draws
-from tu_symmetry.posterior.network import require_numbers
-from tu_symmetry.posterior.samples import RunMark, SampleStore
+from tu_symmetry.posterior.network import require_numbers, require_positive
 from tu_symmetry.routines.predictive import training_points
+from tu_symmetry.routines.runs import require_free, store_at_end
 from tu_symmetry.routines.variational import VariationalRoutine
 from tu_symmetry.states import stack_states
 
@@ -49,9 +49,8 @@ class PosteriorDraws(Callback):
         dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None,
     ) -> None:
         super().__init__()
-        require_numbers(num_samples=num_samples, seed=seed)
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {num_samples}")
+        require_positive(num_samples=num_samples)
+        require_numbers(seed=seed)
         if dtype not in (None, "float16", "bfloat16", "float32", "float64"):
             raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
         self.num_samples = num_samples
@@ -70,8 +69,7 @@ class PosteriorDraws(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end."""
-        if SampleStore.open_if_there(self._folder(trainer)) and trainer.ckpt_path is None:
-            raise FileExistsError(f"{self._folder(trainer)} holds draws of another run already: give another folder:")
+        require_free(self._folder(trainer), resumed=trainer.ckpt_path is not None)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Refuse at the first batch what the end of the fit would refuse."""
@@ -84,22 +82,21 @@ class PosteriorDraws(Callback):
         """Draw and write."""
         if not trainer.is_global_zero:
             return
-        _training_loader(trainer)  # or there was no training
-        folder = self._folder(trainer)
-        store = SampleStore.open_if_there(folder)
-        mark = None if store is None else store.marked(0)
-        if mark is not None and mark.step == trainer.global_step:
-            return  # a resumed run whose fit had ended
+        loader = _training_loader(trainer)
         with on_training_device(trainer, pl_module):
-            drawn = self._draws(trainer, pl_module)
-            whole = self._with_statistics(trainer, pl_module, drawn)
-        states = {n: self._converted(n, t) for n, t in whole.items()}
-        if store is None:
-            architecture = type(getattr(pl_module, "model", pl_module)).__name__
-            store = SampleStore.create(folder, architecture=architecture, method=drawn.method, seed=self.seed)
-        store.discard([0])  # those of a run that went on after its end
-        store.mark(0, RunMark(drawn.method, done=True, step=trainer.global_step))
-        store.append(states, step=range(self.num_samples))
+            drawn = self._draws(trainer, pl_module, loader)
+            states = _with_statistics(pl_module, loader, drawn)
+        folder = self._folder(trainer)
+        store_at_end(
+            folder,
+            {n: self._converted(n, t) for n, t in states.items()},
+            after=trainer.global_step,
+            chain=0,
+            step=range(self.num_samples),
+            architecture=type(getattr(pl_module, "model", pl_module)).__name__,
+            method=drawn.method,
+            seed=self.seed,
+        )
         rank_zero_info("%d networks of %s in %s", self.num_samples, drawn.method, folder)
 
     def _folder(self, trainer: Trainer) -> Path:
@@ -116,27 +113,14 @@ class PosteriorDraws(Callback):
             )
         return made
 
-    def _with_statistics(self, trainer: Trainer, pl_module: LightningModule, drawn: Draws) -> dict[str, Tensor]:
-        """SWAG's draws with running statistics of their own, from a pass over the training data."""
-        if drawn.method != "swag" or not any(n.endswith("running_mean") for n in drawn.states):
-            return drawn.states
-        source: Any = pl_module.model
-        network = copy.deepcopy(source.core_model).to(pl_module.device)
-        found = []
-        for k in range(self.num_samples):
-            network.load_state_dict({n: t[k] for n, t in drawn.states.items()})
-            torch.optim.swa_utils.update_bn(_training_loader(trainer), network, device=pl_module.device)
-            found.append({n: t.detach().cpu().clone() for n, t in network.state_dict().items()})
-        return stack_states(found)
-
-    def _draws(self, trainer: Trainer, pl_module: LightningModule) -> Draws:
+    def _draws(self, trainer: Trainer, pl_module: LightningModule, loader: DataLoader[Any]) -> Draws:
         laplaces = [c.laplace for c in trainer.callbacks if isinstance(c, FitLaplace) and c.laplaces]  # type: ignore[attr-defined]
         if laplaces:
             return network_draws(laplaces[0], self.num_samples, seed=self.seed)
         if isinstance(pl_module, VariationalRoutine):
             generator = torch.Generator().manual_seed(self.seed)
             return Draws("variational", pl_module.posterior().sample(self.num_samples, generator=generator))
-        inputs = _inputs(next(iter(_training_loader(trainer))))
+        inputs = _inputs(next(iter(loader)))
         inputs = None if inputs is None else inputs.to(pl_module.device)
         return network_draws(pl_module.model, self.num_samples, inputs=inputs, seed=self.seed)
 
@@ -146,25 +130,20 @@ class TrueTemperature(Callback):
 
     Both inject noise of the variance that a *potential's* gradient calls for, times ``noise_factor ** 2``, but are
     given the gradient of a *mean* loss over ``N`` training points. The stationary distribution is ``exp(-U / T)`` with
-    ``T = N * noise_factor ** 2``. This sets ``noise_factor = sqrt(T / N)``, and ``weight_decay = prior_precision / N``.
+    ``T = N * noise_factor ** 2``. This sets ``noise_factor = sqrt(1 / N)``, and ``weight_decay = prior_precision / N``.
     The noise of the batches comes on top.
 
     Args:
         prior_precision: inverse variance of the normal prior of every parameter.
-        temperature: 1 for the posterior; less for a cold one.
 
     Raises:
-        ValueError: values that are not positive; a fit with another optimizer, or with a loss that is not a mean.
+        ValueError: a precision that is not positive; a fit with another optimizer, or with a loss that is not a mean.
     """
 
-    def __init__(self, prior_precision: float = 1.0, temperature: float = 1.0) -> None:
+    def __init__(self, prior_precision: float = 1.0) -> None:
         super().__init__()
-        require_numbers(prior_precision=prior_precision, temperature=temperature)
-        if not prior_precision > 0 or not temperature > 0:
-            raise ValueError(
-                f"prior_precision and temperature must be positive, got {prior_precision} and {temperature}"
-            )
-        self.prior_precision, self.temperature = prior_precision, temperature
+        require_positive(prior_precision=prior_precision)
+        self.prior_precision = prior_precision
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the noise and the prior."""
@@ -179,7 +158,7 @@ class TrueTemperature(Callback):
                         f"{type(optimizer).__name__} has no noise_factor, so it samples nothing: take "
                         "torch_uncertainty.optim.SGLD or SGHMC"
                     )
-                group["noise_factor"] = math.sqrt(self.temperature / points)
+                group["noise_factor"] = math.sqrt(1 / points)
                 group["weight_decay"] = self.prior_precision / points
 
 
@@ -196,3 +175,17 @@ def _training_loader(trainer: Trainer) -> DataLoader[Any]:
             "and no limit_train_batches=0"
         )
     return in_precision(cast("DataLoader[Any]", found), trainer)
+
+
+def _with_statistics(pl_module: LightningModule, loader: DataLoader[Any], drawn: Draws) -> dict[str, Tensor]:
+    """SWAG's draws with running statistics of their own, from a pass over the training data."""
+    if drawn.method != "swag" or not any(n.endswith("running_mean") for n in drawn.states):
+        return drawn.states
+    source: Any = pl_module.model
+    network = copy.deepcopy(source.core_model).to(pl_module.device)
+    found = []
+    for k in range(len(next(iter(drawn.states.values())))):
+        network.load_state_dict({n: t[k] for n, t in drawn.states.items()})
+        torch.optim.swa_utils.update_bn(loader, network, device=pl_module.device)
+        found.append({n: t.detach().cpu().clone() for n, t in network.state_dict().items()})
+    return stack_states(found)

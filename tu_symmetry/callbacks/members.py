@@ -183,8 +183,8 @@ def example_from(batch: Any) -> tuple[Any, ...]:
     inputs = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     if not isinstance(inputs, Tensor) or inputs.ndim == 0:
         raise TypeError(
-            f"cannot tell the input of a member from a batch of type {type(batch).__name__}; give "
-            "the callback its example_input, or set example_input_array in the LightningModule"
+            f"cannot tell the input of a member from a batch of type {type(batch).__name__}: set example_input_array "
+            "in the LightningModule"
         )
     inputs = inputs[:2].detach().cpu().clone()
     return (inputs if len(inputs) == 2 else inputs.repeat(2, *(1 for _ in inputs.shape[1:])),)

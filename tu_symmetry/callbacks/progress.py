@@ -21,24 +21,13 @@ class ProgressLines(Callback):
         fit: training step 1250/2000, 4.1/s, 183 s left  epoch 5  loss 0.0132
 
     ``tu-symmetry fit`` has one by default.
-
-    Args:
-        every_seconds: between two lines; 0 for a line at every batch.
     """
 
     EVERY_SECONDS = 30.0
 
-    def __init__(self, every_seconds: float | None = None) -> None:
-        self.every_seconds = self.EVERY_SECONDS if every_seconds is None else every_seconds
-        self._shown = False
-        self._stages = StageProgress("fit")
-        self._last = 0.0
-        self._batches = 0
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here: a run that is resumed is as fast as its own part. Of several callbacks the first speaks."""
-        first = next(c for c in trainer.callbacks if isinstance(c, ProgressLines))  # type: ignore[attr-defined]
-        self._shown = first is self and trainer.is_global_zero and not sys.stdout.isatty()
+        """Count from here: a run that is resumed is as fast as its own part."""
+        self._shown = trainer.is_global_zero and not sys.stdout.isatty()
         self._stages = StageProgress("fit")
         self._last = time.monotonic()
         self._batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
@@ -47,7 +36,7 @@ class ProgressLines(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Say it, after every so many seconds."""
         self._batches += 1
-        if self._shown and time.monotonic() - self._last >= self.every_seconds:
+        if self._shown and time.monotonic() - self._last >= self.EVERY_SECONDS:
             self._last = time.monotonic()
             Console(stderr=True).print(self._line(trainer), highlight=False, markup=False, soft_wrap=True)
 

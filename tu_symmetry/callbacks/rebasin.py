@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -21,9 +21,6 @@ from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import permute_in_place
 
-Loss = nn.Module | Callable[[Tensor, Tensor], Tensor]
-Loader = Any
-
 
 class Rebasin(SymmetryCallback):
     """Aligns the members of an ensemble to the first one while they train, and logs NoT, distances and barriers.
@@ -33,7 +30,7 @@ class Rebasin(SymmetryCallback):
     * ``rebasin/NoT_i``: number of transpositions of the permutation that aligns member ``i`` (arXiv 2401.00611);
     * ``rebasin/distance_before_i`` and ``rebasin/distance_after_i``: Euclidean distance to the first one's weights;
     * ``rebasin/barrier_before_i`` and ``rebasin/barrier_after_i``, with a ``barrier_loader``: the loss barrier to the
-      first one (excess over the chord, in the unit of the loss);
+      first one (excess over the chord, in the unit of the LightningModule's ``loss``);
     * ``rebasin/output_change_i``: by how much the permutation changes the member's outputs on the example input
       (relative, see :func:`~tu_symmetry.certify`), where the graph holds a network to run;
 
@@ -50,12 +47,8 @@ class Rebasin(SymmetryCallback):
     Args:
         members: where the members are: an attribute path (``"model.core_models"``) or a callable of the
             LightningModule. Default: the ``core_models`` of TorchUncertainty's deep ensembles.
-        barrier_loader: batches on which loss barriers are computed: a loader, or ``"val"`` for the trainer's
-            validation loader; None for no barriers.
-        loss: loss of (outputs, targets) for the barriers. Default: the ``loss`` of the LightningModule.
-        prefix: first part of the logged names.
-        **common: the schedule, ``in_place``, ``example_input`` and ``graph`` of
-            :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
+        barrier_loader: ``"val"`` for loss barriers on the trainer's validation loader; None for no barriers.
+        **common: the schedule, ``in_place`` and ``graph`` of :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each alignment: epoch, step, and lists over the aligned members; in the checkpoint.
@@ -64,20 +57,15 @@ class Rebasin(SymmetryCallback):
     """
 
     least_networks = 2
+    prefix = "rebasin"
 
     def __init__(
-        self,
-        members: ModuleSource | None = None,
-        *,
-        barrier_loader: Loader | None = None,
-        loss: Loss | None = None,
-        prefix: str = "rebasin",
-        **common: Any,
+        self, members: ModuleSource | None = None, *, barrier_loader: Literal["val"] | None = None, **common: Any
     ) -> None:
-        super().__init__(members, prefix=prefix, **common)
-        if isinstance(barrier_loader, str) and barrier_loader != "val":
-            raise ValueError(f"barrier_loader must be an iterable of batches or 'val', got {barrier_loader!r}")
-        self.barrier_loader, self.loss = barrier_loader, loss
+        super().__init__(members, **common)
+        if barrier_loader not in (None, "val"):
+            raise ValueError(f"barrier_loader must be 'val' or None, got {barrier_loader!r}")
+        self.barrier_loader = barrier_loader
 
     def forget(self) -> None:
         """Drop what earlier runs left."""
@@ -87,13 +75,16 @@ class Rebasin(SymmetryCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check everything that can be checked before the first step."""
         super().on_fit_start(trainer, pl_module)
-        if self.barrier_loader is not None:
-            self._loss(pl_module)
+        if self.barrier_loader is not None and not callable(getattr(pl_module, "loss", None)):
+            raise ValueError(
+                f"loss barriers need a loss, and {type(pl_module).__name__} has no attribute 'loss', a callable of "
+                "(outputs, targets): give it one, or leave out barrier_loader"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that there is a validation loader where one is needed; discover the symmetries if an input is known."""
         if self.barrier_loader is not None:
-            self._batches(trainer)
+            _Batches(trainer)
         super().on_train_start(trainer, pl_module)
 
     def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
@@ -109,7 +100,7 @@ class Rebasin(SymmetryCallback):
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
         """Align, log, and permute in place if asked to."""
         members = self.networks(pl_module)
-        graph = self._discover(pl_module)
+        graph = self.known_graph()
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
             states = [detached_state(m) for m in members]
             permutations, found = self.on_rank_zero(trainer, lambda: self._align(graph, states))
@@ -121,7 +112,7 @@ class Rebasin(SymmetryCallback):
                 for i, permutation in self.permutations.items():
                     permute_in_place(graph, permutation, members[i], **self.followers(trainer, pl_module, members[i]))
         self.history.append(record)
-        self._log(trainer, pl_module, record, hook)
+        self.log_record(trainer, pl_module, record, hook, first=1)
 
     def _align(
         self, graph: SymmetryGraph, states: list[dict[str, Tensor]]
@@ -148,60 +139,38 @@ class Rebasin(SymmetryCallback):
         member: nn.Module,
         states: list[dict[str, Tensor]],
     ) -> dict[str, list[float]]:
-        copied, loss, batches = copy_of(member), self._loss(pl_module), self._batches(trainer)
+        copied, loss, batches = copy_of(member), pl_module.loss, _Batches(trainer)
         curves = []
         for i, permutation in self.permutations.items():
             for state in (states[i], apply_permutation(graph, permutation, states[i])):
-                curves.append(loss_barrier(copied, states[0], state, batches, loss).losses)
+                curves.append(loss_barrier(copied, states[0], state, batches, loss).losses)  # type: ignore[arg-type]
         losses = torch.tensor(curves, dtype=torch.float64, device="cpu")
         if trainer.world_size > 1:
             losses = trainer.strategy.reduce(losses.to(pl_module.device), reduce_op="mean").cpu()
         before, after = chord_excess(losses).reshape(-1, 2).T.tolist()
         return {"barrier_before": before, "barrier_after": after}
 
-    def _loss(self, pl_module: LightningModule) -> Loss:
-        loss = self.loss if self.loss is not None else getattr(pl_module, "loss", None)
-        if not callable(loss):
-            raise ValueError(
-                f"loss barriers need a loss, and {type(pl_module).__name__} has no attribute 'loss': give "
-                "Rebasin(loss=...), a callable of (outputs, targets)"
-            )
-        return loss
-
-    def _batches(self, trainer: Trainer) -> _Batches:
-        if not isinstance(self.barrier_loader, str):
-            return _Batches(self.barrier_loader, trainer, None)
-        loaders = trainer.val_dataloaders
-        loader = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
-        if loader is None or isinstance(loader, (list, tuple, dict)):
-            raise ValueError(
-                "Rebasin(barrier_loader='val') needs a validation loader, and the trainer has "
-                f"{'none' if loader is None else 'several by name'}: give it a loader of its own"
-            )
-        limit = trainer.num_val_batches[0] if trainer.num_val_batches else None
-        return _Batches(loader, trainer, int(limit) if limit is not None and limit != float("inf") else None)
-
-    def _log(self, trainer: Trainer, pl_module: LightningModule, record: dict[str, Any], hook: str) -> None:
-        scalars: dict[str, float] = {}
-        for key, values in record.items():
-            if isinstance(values, list):
-                scalars[f"{self.prefix}/{key}"] = sum(values) / len(values)
-                scalars |= {f"{self.prefix}/{key}_{i}": float(v) for i, v in enumerate(values, start=1)}
-        self.log_scalars(trainer, pl_module, scalars, hook)
-
 
 class _Batches:
-    """The batches of a loader as the module gets them in training; generators of the loader's own are left alone."""
+    """The trainer's validation batches as the module gets them; generators of the loader's own are left alone."""
 
-    def __init__(self, loader: Any, trainer: Trainer, limit: int | None) -> None:
-        self.loader, self.trainer, self.limit = loader, trainer, limit
+    def __init__(self, trainer: Trainer) -> None:
+        loaders = trainer.val_dataloaders
+        self.trainer, self.loader = trainer, loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+        if self.loader is None or isinstance(self.loader, (list, tuple, dict)):
+            raise ValueError(
+                "Rebasin(barrier_loader='val') needs a validation loader, and the trainer has "
+                f"{'none' if self.loader is None else 'several by name'}"
+            )
 
     def __iter__(self) -> Iterator[Any]:
+        limits = self.trainer.num_val_batches
+        limit = int(limits[0]) if limits and limits[0] != float("inf") else None
         owners = (self.loader, getattr(self.loader, "sampler", None))
         generators = [g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)]
         states = [g.get_state() for g in generators]
         try:
-            for batch in islice(self.loader, self.limit):
+            for batch in islice(self.loader, limit):
                 yield self.trainer.strategy.batch_to_device(self.trainer.precision_plugin.convert_input(batch))
         finally:
             for generator, state in zip(generators, states, strict=True):

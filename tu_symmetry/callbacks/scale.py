@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.members import ModuleSource, detached_state
-from tu_symmetry.scaling.canonical import Method, canonicalize
-from tu_symmetry.scaling.masses import counted_parameters
+from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.elements import LogScale
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -26,7 +24,7 @@ class ScaleCanonicalization(SymmetryCallback):
     ``scale/mass``, ``scale/minimal_mass`` and ``scale/ratio``, the first over the second. The members of an ensemble
     are treated one by one: the names then end in ``_i``, and the name without it is the mean.
 
-    With ``in_place=True`` the weights are brought into canonical scale where they are, together with buffers (running
+    With ``in_place=True`` the weights are brought to their minimal mass where they are, together with buffers (running
     statistics), gradients, averages of the weights and the optimizers' state. Where a weight is multiplied by ``c``,
     gradients, momenta and first moments are divided by ``c``, second moments by ``c**2``. *The training trajectory is
     not invariant*: read in the old coordinates ``w = w' / c``, the next steps of SGD are those of the learning rate
@@ -41,13 +39,7 @@ class ScaleCanonicalization(SymmetryCallback):
             Default: TorchUncertainty's ``core_models`` where there are some, else the routine's ``model`` without
             averaging wrappers, else its only submodule with weights.
         at_start: act before the first step too (with the first batch there, so that the symmetries are known).
-        method: canonical scale that ``in_place`` brings the weights to, see :func:`~tu_symmetry.canonicalize`. What is
-            logged as minimal mass is that of ``min_mass`` in any case.
-        parameters: names or patterns (``"*.weight"``) of the tensors whose mass counts, as the regularizer counts
-            them; all parameters if left out.
-        prefix: first part of the logged names.
-        **common: the schedule, ``in_place``, ``example_input`` and ``graph`` of
-            :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
+        **common: the schedule, ``in_place`` and ``graph`` of :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members of ``mass``,
@@ -56,22 +48,11 @@ class ScaleCanonicalization(SymmetryCallback):
         log_scales: the log-factors found last, one element for each member.
     """
 
-    def __init__(
-        self,
-        members: ModuleSource | None = None,
-        *,
-        at_start: bool = False,
-        method: Method = "min_mass",
-        parameters: Sequence[str] | None = None,
-        prefix: str = "scale",
-        **common: Any,
-    ) -> None:
-        super().__init__(members, prefix=prefix, **common)
-        if method not in get_args(Method):
-            raise ValueError(f"method must be one of {', '.join(get_args(Method))}; got {method!r}")
+    prefix = "scale"
+
+    def __init__(self, members: ModuleSource | None = None, *, at_start: bool = False, **common: Any) -> None:
+        super().__init__(members, **common)
         self.at_start = at_start
-        self.method = method
-        self.parameters = None if parameters is None else list(parameters)
 
     def forget(self) -> None:
         """Drop what earlier runs left."""
@@ -79,14 +60,13 @@ class ScaleCanonicalization(SymmetryCallback):
         self.log_scales: list[LogScale] = []
 
     def check_graph(self, graph: SymmetryGraph, network: nn.Module) -> None:
-        """Raise a ``SymmetryError`` if no hidden units can be rescaled, or parameters to count do not exist."""
+        """Raise a ``SymmetryError`` if no hidden units can be rescaled."""
         if not graph.scales:
             raise SymmetryError(
                 f"{type(network).__name__} has no scale symmetry that was found, so its mass is minimal as it is; "
                 "positively homogeneous activations (ReLU, LeakyReLU, max-pooling) give scale symmetries, others "
                 "(GELU, SiLU, tanh) do not; print(discover_symmetries(model, example_inputs)) shows the whole report"
             )
-        counted_parameters(graph, self.parameters)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Discover the symmetries with the first batch, if no input was given; act before the first step if asked."""
@@ -97,42 +77,29 @@ class ScaleCanonicalization(SymmetryCallback):
     def act(self, trainer: Trainer, pl_module: LightningModule, *, hook: str) -> None:
         """Find the canonical scale, log, and rescale in place if asked to."""
         members = self.networks(pl_module)
-        graph = self._discover(pl_module)
+        graph = self.known_graph()
         states = [detached_state(m) for m in members]
         found = self.on_rank_zero(trainer, lambda: [self._find(graph, state) for state in states])
         self.log_scales = [log_scale for log_scale, _ in found]
         if self.in_place:
-            for i, log_scale in enumerate(self.log_scales):
-                scale_in_place(graph, log_scale, members[i], **self.followers(trainer, pl_module, members[i]))
+            for member, log_scale in zip(members, self.log_scales, strict=True):
+                scale_in_place(graph, log_scale, member, **self.followers(trainer, pl_module, member))
         record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step}
         keys = [key for key in found[0][1] if all(key in numbers for _, numbers in found)]
         record |= {key: [numbers[key] for _, numbers in found] for key in keys}
         self.history.append(record)
-        self._log(trainer, pl_module, record, hook)
+        self.log_record(trainer, pl_module, record, hook, first=0 if len(members) > 1 else None)
 
-    def _find(self, graph: SymmetryGraph, state: dict[str, Tensor]) -> tuple[LogScale, dict[str, Any]]:
-        """The log-factors to the canonical scale, and what is recorded of one network."""
-        state = {name: t.detach().cpu() for name, t in state.items()}
-        certify = self.in_place and self.method == "min_mass"
-        least = applied = canonicalize(graph, state, parameters=self.parameters, certify=certify)
-        if self.method != "min_mass":
-            applied = canonicalize(graph, state, method=self.method, parameters=self.parameters, certify=self.in_place)
-        log_scale = applied.log_scale
-        numbers: dict[str, Any] = {
-            "mass": least.mass_before,
-            "minimal_mass": least.mass_after,
-            "ratio": least.mass_before / least.mass_after,
+    def _find(self, graph: SymmetryGraph, state: dict[str, Tensor]) -> tuple[LogScale, dict[str, float]]:
+        """The log-factors to the minimal mass, and what is recorded of one network."""
+        form = canonicalize(graph, {name: t.detach().cpu() for name, t in state.items()}, certify=self.in_place)
+        numbers = {
+            "mass": form.mass_before,
+            "minimal_mass": form.mass_after,
+            "ratio": form.mass_before / form.mass_after,
         }
-        if applied.certificate is not None:
-            numbers["output_change"] = applied.certificate.change
+        if form.certificate is not None:
+            numbers["output_change"] = form.certificate.change
         elif self.in_place:
-            self.say_uncertified(applied.uncertified)
-        return log_scale, numbers
-
-    def _log(self, trainer: Trainer, pl_module: LightningModule, record: dict[str, Any], hook: str) -> None:
-        scalars: dict[str, float] = {}
-        for key in ("mass", "minimal_mass", "ratio"):
-            scalars[f"{self.prefix}/{key}"] = sum(record[key]) / len(record[key])
-            if len(record[key]) > 1:
-                scalars |= {f"{self.prefix}/{key}_{i}": value for i, value in enumerate(record[key])}
-        self.log_scalars(trainer, pl_module, scalars, hook)
+            self.say_uncertified(form.uncertified)
+        return form.log_scale, numbers

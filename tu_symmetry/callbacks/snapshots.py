@@ -108,4 +108,4 @@ class PosteriorSnapshots(ScheduledCallback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say in the store that the run has come to its end."""
         if trainer.is_global_zero and self._stored is not None:
-            self._stored.finish(trainer.global_step)
+            self._stored.finish()

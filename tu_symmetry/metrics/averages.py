@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -93,19 +93,18 @@ class RepresentationCost(AverageMetric):
 
     Args:
         graph: the symmetry graph of the networks.
-        parameters: the tensors that count, as the regularizer counts them; see :func:`~tu_symmetry.canonicalize`.
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
     higher_is_better = False
 
-    def __init__(self, graph: SymmetryGraph, *, parameters: Iterable[str] | None = None, **kwargs: Any) -> None:
+    def __init__(self, graph: SymmetryGraph, **kwargs: Any) -> None:
         super().__init__(shape=(3,), **kwargs)
-        self.graph, self.counted = graph, parameters
+        self.graph = graph
 
     def update(self, states: Mapping[str, Tensor]) -> None:
         """Add a network, or stacked networks ``(S, ...)``."""
-        costs = representation_costs(self.graph, states, parameters=self.counted)
+        costs = representation_costs(self.graph, states)
         rows = torch.stack([costs.mass, costs.minimal_mass, costs.ratio])
         self.add(rows.sum(1), rows.shape[1])
 

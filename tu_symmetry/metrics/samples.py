@@ -12,7 +12,7 @@ from torch import Tensor
 from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
 from tu_symmetry.metrics.functional.discrepancy import Level, maximum_mean_discrepancy, weight_vectors
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
-from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 

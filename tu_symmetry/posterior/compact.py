@@ -22,6 +22,7 @@ from tu_symmetry.states import (
     SymmetryError,
     as_given,
     layout_of,
+    require_same,
     require_state,
     unstack,
 )
@@ -52,21 +53,13 @@ class CompactPosterior:
         aliases: Mapping[str, Sequence[str]] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Put a posterior together.
-
-        Args:
-            mean: full state dict.
-            std: standard deviations of the entries that are sampled.
-            aliases: for each weight all its names, where it has several.
-            metadata: anything that JSON can hold.
-        """
+        """Put a posterior together; ``aliases`` has all names of each weight that has several."""
         self.mean: State = as_given(mean, {name: mean[name] for name in sorted(mean)})
         self.std: State = {name: std[name] for name in sorted(std)}
         self.metadata = dict(metadata or {})
         names = {alias: group for group in map(tuple, (aliases or {}).values()) for alias in group}
         self._tied = {name: names.get(name, (name,)) for name in self.std}
-        unknown = self.std.keys() - self.mean.keys()
-        if unknown or not self.std:
+        if (unknown := self.std.keys() - self.mean.keys()) or not self.std:
             raise ValueError(f"mean and std are not of the same network: {sorted(unknown)[:6]}")
         for name, t in self.mean.items():
             if t.is_floating_point() and not torch.isfinite(t).all():
@@ -99,8 +92,7 @@ class CompactPosterior:
             SymmetryError: states of another architecture, NaN or infinite weights.
             ValueError: a single network.
         """
-        members: Sequence[Mapping[str, Tensor]]
-        members = states if isinstance(states, SampleStore) else unstack(states)
+        members: Sequence[Mapping[str, Tensor]] = states if isinstance(states, SampleStore) else unstack(states)
         count = len(members)
         if count < 2:
             raise ValueError(
@@ -148,16 +140,8 @@ class CompactPosterior:
         """Put a posterior together from means and standard deviations by the names of ``model.named_parameters()``.
 
         Tied weights and buffers are taken from the model, whose class is the architecture in the metadata.
-
-        Args:
-            model: a network of the architecture.
-            mean: the mean of every parameter, on any device.
-            std: likewise.
-            metadata: anything that JSON can hold.
         """
         owners = {id(p): name for name, p in model.named_parameters()}
-        if missing := sorted(set(owners.values()) ^ mean.keys() | set(owners.values()) ^ std.keys()):
-            raise ValueError(f"the moments are not those of {type(model).__name__}: {missing[:6]} differ")
         held = model.state_dict(keep_vars=True)
         means: State = as_given(held, {})
         stds: State = {}
@@ -214,14 +198,10 @@ class CompactPosterior:
             masks |= {alias: part.reshape(self.std[name].shape) for alias in self._tied[name]}
         return masks
 
-    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> CompactPosterior:
-        """The same posterior on another device, or in another floating-point precision."""
-
-        def move(tensors: State) -> State:
-            moved = {n: t.to(device, dtype if t.is_floating_point() else None) for n, t in tensors.items()}
-            return as_given(tensors, moved)
-
-        return CompactPosterior(move(self.mean), move(self.std), aliases=self._aliases(), metadata=self.metadata)
+    def to(self, device: str | torch.device) -> CompactPosterior:
+        """The same posterior on another device."""
+        mean, std = ({n: t.to(device) for n, t in part.items()} for part in (self.mean, self.std))
+        return CompactPosterior(as_given(self.mean, mean), std, aliases=self._aliases(), metadata=self.metadata)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file (``mean/NAME``, ``std/NAME``) whole or not at all."""
@@ -268,11 +248,8 @@ class CompactPosterior:
     def as_module(
         self, model: nn.Module, num_samples: int, *, generator: torch.Generator | None = None
     ) -> CompactEnsemble:
-        """A module that evaluates ``num_samples`` draws as an ensemble, see :class:`CompactEnsemble`."""
+        """``num_samples`` draws as one module, see :class:`CompactEnsemble`."""
         return CompactEnsemble(model, self.sample(num_samples, generator=generator))
-
-    def __repr__(self) -> str:
-        return f"CompactPosterior({len(self.sigma())} weights, {self.metadata})"
 
     def _free(self) -> list[str]:
         """Weight names without the further names of tied ones."""
@@ -296,14 +273,10 @@ class CompactEnsemble(nn.Module):
 
     def __init__(self, model: nn.Module, states: Mapping[str, Tensor]) -> None:
         super().__init__()
-        expected = {name: e.shape for name, e in layout_of(model.state_dict()).items()}
-        found = {name: e.shape for name, e in layout_of(states, stacked=True).items()}
-        if expected != found:
-            wrong = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
-            raise ValueError(
-                f"the states do not belong to {type(model).__name__}: {wrong[0]!r} has shape {found.get(wrong[0])} in "
-                f"the states and {expected.get(wrong[0])} in the model ({len(wrong)} names differ)"
-            )
+        found = layout_of(states, stacked=True)
+        own = layout_of(model.state_dict())
+        expected = {name: e._replace(dtype=found[name].dtype) if name in found else e for name, e in own.items()}
+        require_same(found, expected, "what was drawn", f"the {type(model).__name__}")
         self.template = copy.deepcopy(model).requires_grad_(False).eval()
         self.num_estimators = len(next(iter(states.values())))
         self._names = list(states)
@@ -327,10 +300,7 @@ class CompactEnsemble(nn.Module):
 
 def prune(state: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> State:
     """Set the weights of a state, or of a stack, to zero where the boolean mask of single states' shapes is False."""
-    require_state(state, "state")
-    require_state(mask, "mask")
-    unknown = sorted(mask.keys() - state.keys())
-    if unknown:
+    if unknown := sorted(require_state(mask, "mask").keys() - require_state(state, "state").keys()):
         raise ValueError(f"the mask is of another architecture: the state has no {unknown[:6]}")
     pruned = {n: t * mask[n].to(t.device, t.dtype) if n in mask else t.clone() for n, t in state.items()}
     return as_given(state, pruned)

@@ -6,8 +6,7 @@ Objects are known by what they have, not by their class, so that the library doe
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +42,6 @@ def network_draws(source: Any, count: int, *, inputs: Tensor | None = None, seed
     Raises:
         ValueError: an object that is none of these, or that has not been fitted.
     """
-    if count < 1:
-        raise ValueError(f"count must be at least 1, got {count}")
     if isinstance(source, LinearizedLaplace):
         return Draws("laplace", laplace_draws(source, count, seed=seed))
     if hasattr(source, "swag_stats"):
@@ -67,11 +64,8 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
     """Networks without dropout that compute what a network with fixed dropout masks computes.
 
     A mask goes into the weights of the next linear layer or convolution that runs:
-    ``W2 (m * relu(W1 x)) = (W2 diag m) relu(W1 x)``. The first draw is compared with the network under the same masks,
-    in float64, so that a network in which this is not so (branches, a layer that reads twice) is refused.
-
-    Raises:
-        ValueError: no dropout, dropout of single positions, or masks that no weights express.
+    ``W2 (m * relu(W1 x)) = (W2 diag m) relu(W1 x)``. Where no weights express the masks (branches, a layer that reads
+    twice, dropout of single positions) a ValueError is raised: the first draw is compared with the network under them.
     """
     double = copy.deepcopy(model).double()
     x = inputs[:2].detach().double().to(next(double.parameters()).device)
@@ -88,8 +82,8 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
 
         return hook
 
-    watched = [(n, m) for n, m in double.named_modules() if _is_dropout(m) or isinstance(m, _READERS)]
-    with evaluating(double), _hooked((m, note(n)) for n, m in watched):
+    watched = [n for n, m in double.named_modules() if _is_dropout(m) or isinstance(m, _READERS)]
+    with evaluating(double, {name: note(name) for name in watched}):
         double(x)
     drops = [(i, module, width) for i, (_, module, width) in enumerate(calls) if width]
     if not drops:
@@ -105,21 +99,13 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
             )
         readers.append((f"{after[0]}.weight" if after[0] else "weight", entries // width))
     generator = torch.Generator().manual_seed(derived_seed(seed, 11, 0))
+    stack = {n: t.detach().expand(count, *t.shape).clone() for n, t in model.state_dict().items()}
     masks = []
-    for _, module, width in drops:
+    for (_, module, width), (name, copies) in zip(drops, readers, strict=True):
         keep = 1 - float(module.p)  # type: ignore[arg-type]
         masks.append((torch.rand(count, width, generator=generator, device="cpu") < keep).double() / keep)
-    state = {n: t.detach() for n, t in model.state_dict().items()}
-    factors: dict[str, Tensor] = {}
-    for (name, copies), mask in zip(readers, masks, strict=True):
-        wide = mask.repeat_interleave(copies, dim=1)
-        factors[name] = factors[name] * wide if name in factors else wide
-    stack = {}
-    for name, t in state.items():
-        stack[name] = t.expand(count, *t.shape).clone()
-        if name in factors:
-            own = factors[name].to(t)
-            stack[name] *= own.view(count, 1, -1, *(1,) * (t.ndim - 2))
+        t = stack[name]
+        t *= masks[-1].repeat_interleave(copies, dim=1).to(t).view(count, 1, -1, *(1,) * (t.ndim - 3))
     _compare(double, x, {n: t[0] for n, t in stack.items()}, [m[0] for m in masks])
     return stack
 
@@ -127,14 +113,14 @@ def dropout_draws(model: nn.Module, inputs: Tensor, count: int, *, seed: int = 0
 def _compare(model: nn.Module, x: Tensor, drawn: State, masks: Sequence[Tensor]) -> None:
     waiting = list(masks)
 
-    def apply(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+    def apply(module: nn.Module, _: Any, output: Tensor) -> Any:
         mask = waiting.pop(0).to(output)
         return output * mask.view(1, -1, *(1,) * (output.ndim - 2))
 
+    with evaluating(model, {n: apply for n, m in model.named_modules() if _is_dropout(m)}):
+        masked = model(x)
+    weights = {n: t.double() if t.is_floating_point() else t for n, t in drawn.items()}
     with evaluating(model):
-        with _hooked((m, apply) for m in model.modules() if _is_dropout(m)):
-            masked = model(x)
-        weights = {n: t.double() if t.is_floating_point() else t for n, t in drawn.items()}
         found = functional_call(model, weights, (x,), tie_weights=False)
     difference = float((masked - found).abs().max() / masked.abs().max().clamp_min(1e-30))
     if not difference < 1e-5:  # the weights were rounded to their own precision
@@ -147,8 +133,6 @@ def _compare(model: nn.Module, x: Tensor, drawn: State, masks: Sequence[Tensor])
 def bayesian_draws(model: nn.Module, count: int, *, seed: int = 0) -> State:
     """Draws from a network with Bayesian layers (``sample() -> weight, bias``), under the plain layers' names."""
     layers = {name: m for name, m in model.named_modules() if _is_bayesian(m)}
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no Bayesian layer to draw from")
     inside = tuple(f"{name}." if name else "" for name in layers)
     fixed = {n: t.detach() for n, t in model.state_dict().items() if not n.startswith(inside)}
     states = []
@@ -194,14 +178,3 @@ def _is_bayesian(module: nn.Module) -> bool:
 
 def _is_dropout(module: nn.Module) -> bool:
     return isinstance(module, (nn.Dropout, *_CHANNELS)) and module.p > 0
-
-
-@contextmanager
-def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """The modules with their forward hooks, within the block."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

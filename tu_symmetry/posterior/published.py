@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.sources import SUFFIXES, natural
 from tu_symmetry.states import SampleFileError, State, layout_of, load_state, require_same
 
 CHECKPOINTS = "torch-uncertainty/Checkpoints"
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 ARCHIVES = (".tgz", ".tar.gz", ".tar", ".tar.bz2", ".tar.xz")
+_PER_SHARD = 16  # networks in memory, and in each file of the store
+Load = Callable[[], State]
 
 
 def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> dict[str, list[str]]:
@@ -39,7 +41,7 @@ def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> dict[str, 
     else:
         names = _asked(source, lambda hub: hub.list_repo_files(str(source), repo_type="dataset"))
     by_folder: dict[str, list[str]] = {}
-    for name in sorted(names, key=_natural):
+    for name in sorted(names, key=lambda name: natural(Path(name))):
         if name.endswith((*SUFFIXES, *ARCHIVES)):
             by_folder.setdefault(Path(name).parent.as_posix(), []).append(name)
     if not by_folder:
@@ -53,27 +55,22 @@ def collect_checkpoints(
     source: str | os.PathLike[str] = CHECKPOINTS,
     *,
     folder: str = ".",
-    prefix: str = "",
     start: int = 0,
     count: int | None = None,
-    per_shard: int = 16,
     progress: Callable[[dict[str, Any]], None] | None = None,
 ) -> SampleStore:
-    """Stream a folder of checkpoints into a sample store, in memory no more than one shard and one network at a time.
+    """Stream a folder of checkpoints into a sample store; a call that was interrupted goes on.
 
     Networks are numbered in the order of their files, within an archive in the archive's order; they become chains
-    ``0, 1, ...`` from number ``start`` on. Archives are read as streams, up to the last network that is wanted. A call
-    that was interrupted resumes.
+    ``0, 1, ...`` from number ``start`` on. Archives are read as streams, up to the last network that is wanted.
 
     Args:
         out: folder of the store; new, or of an interrupted call.
         source: a local folder, or the name of a data set of Hugging Face.
         folder: which of its folders, as :func:`list_checkpoints` names it.
-        prefix: what stands before the names in the files, ``"model."`` in checkpoints of routines.
         start: number of the first network.
         count: number of networks; all that follow by default.
-        per_shard: networks in each file of the store.
-        progress: receives ``done``, ``total`` (None where archives do not say) and ``file`` after each network.
+        progress: receives ``done`` and ``file`` after each network.
 
     Raises:
         SampleFileError: no such folder or data set; a file that is damaged, or of another architecture than the first.
@@ -86,50 +83,53 @@ def collect_checkpoints(
             f"{source} has no folder {folder!r} with checkpoints; it has "
             f"{ {name: len(files) for name, files in list(found.items())[:12]} } (folder: number of files)"
         )
-    if per_shard < 1 or start < 0 or (count is not None and count < 1):
-        raise ValueError(f"got start={start}, count={count}, per_shard={per_shard}; they are at least 0, 1 and 1")
+    if start < 0 or (count is not None and count < 1):
+        raise ValueError(f"got start={start} and count={count}; they are at least 0 and 1")
     files = found[key]
-    known = None if any(map(_is_archive, files)) else len(files)
-    if known is not None:
-        _require_enough(known, start, count, folder, source)
+
+    def require_enough(there: int) -> None:
+        if there - start < (count or 1):
+            raise ValueError(
+                f"{folder} of {source} holds no more than {there} checkpoints, {'all' if count is None else count} "
+                f"from number {start} on are wanted"
+            )
+
+    if not any(map(_is_archive, files)):
+        require_enough(len(files))
     store = _opened(Path(out), source, key)
-    done = set(store.chains)
-    first = layout_of(store[0]) if len(store) else None
-    total = count if count is not None or known is None else known - start
-    held: list[State] = []
-    chains: list[int] = []
+    done = {start + chain for chain in store.chains}
+    layout = store.layout
+    held: dict[int, State] = {}
+
+    def take(number: int, name: str, load: Load) -> None:
+        nonlocal layout
+        state = load()
+        layout = layout or layout_of(state)
+        require_same(layout_of(state), layout, name, "the networks before it", SampleFileError)
+        held[number] = state
 
     def flush() -> None:
         if held:
-            store.append(held, chain=chains, step=[0] * len(chains))
+            store.append(list(held.values()), chain=[number - start for number in held], step=[0] * len(held))
             held.clear()
-            chains.clear()
 
-    end, number = None if count is None else start + count, start - 1
+    number = start - 1
     try:
-        for number, name, load in _networks(source, files, start, end, {start + k for k in done}):
+        for number, name, load in _networks(source, files, start, None if count is None else start + count, done):
             if load is None:
                 continue
-            state = load(prefix)
-            first = first or layout_of(state)
-            require_same(layout_of(state), first, name, "the networks before it", SampleFileError)
-            held.append(state)
-            del state  # else it would be there while the next one is read
-            chains.append(number - start)
-            if len(held) == per_shard:
+            take(number, name, load)
+            if len(held) == _PER_SHARD:
                 flush()
-            done.add(number - start)
+            done.add(number)
             if progress is not None:
-                progress({"done": len(done), "total": total, "file": name})
+                progress({"done": len(done), "file": name})
     except SampleFileError:
         flush()
         raise
     flush()
-    _require_enough(number + 1, start, count, folder, source)
+    require_enough(number + 1)
     return store
-
-
-Load = Callable[[str], State]
 
 
 def _networks(
@@ -138,27 +138,18 @@ def _networks(
     """Numbers and names of networks from ``start`` on, with what loads each; without, where it is done already."""
     number = 0
     for file in files:
-        if end is not None and number >= end:
-            return
-        if not _is_archive(file):
-            if number >= start:
-                yield number, file, None if number in done else _of_file(source, file)
-            number += 1
-            continue
-        size, first = _size_by_name(file), number
+        size = _size_by_name(file)
         if size is not None and done.issuperset(range(max(number, start), min(number + size, end or number + size))):
-            number += size
+            number += size  # nothing in the archive is wanted, so it is not opened
             if number > start:
                 yield number - 1, file, None
             continue
-        for name, load in _members(source, file):
+        for name, load in _members(source, file) if _is_archive(file) else [(file, _of_file(source, file))]:
             if end is not None and number >= end:
                 return
             if number >= start:
                 yield number, name, None if number in done else load
             number += 1
-        if size is not None and number - first != size:
-            raise SampleFileError(f"{file} holds {number - first} networks, and its name says {size}")
 
 
 def _members(source: str | os.PathLike[str], file: str) -> Iterator[tuple[str, Load]]:
@@ -182,13 +173,13 @@ def _members(source: str | os.PathLike[str], file: str) -> Iterator[tuple[str, L
                 continue
             name = f"{file}: {member.name}"
 
-            def load(prefix: str, member: tarfile.TarInfo = member, name: str = name) -> State:
+            def load(member: tarfile.TarInfo = member, name: str = name) -> State:
                 with reading(), tempfile.TemporaryDirectory() as scratch:
                     copy = Path(scratch) / Path(member.name).name
                     with copy.open("wb") as target:
                         shutil.copyfileobj(cast("IO[bytes]", archive.extractfile(member)), target, 1 << 20)
                     try:
-                        return load_state(copy, prefix=prefix)
+                        return load_state(copy)
                     except SampleFileError as error:
                         raise SampleFileError(f"in {name}: {error}") from error
 
@@ -197,7 +188,7 @@ def _members(source: str | os.PathLike[str], file: str) -> Iterator[tuple[str, L
 
 
 def _of_file(source: str | os.PathLike[str], file: str) -> Load:
-    return lambda prefix: load_state(_local(source, file), prefix=prefix)
+    return lambda: load_state(_local(source, file))
 
 
 def _is_archive(file: str) -> bool:
@@ -206,17 +197,9 @@ def _is_archive(file: str) -> bool:
 
 def _size_by_name(file: str) -> int | None:
     """How many networks an archive holds by the first and last number at the end of its name."""
-    found = re.search(r"-(\d+)-(\d+)\.[a-z.0-9]+$", file)
+    found = re.search(r"-(\d+)-(\d+)\.[a-z.0-9]+$", file) if _is_archive(file) else None
     size = int(found[2]) - int(found[1]) + 1 if found else 0
     return size if size > 0 else None
-
-
-def _require_enough(there: int, start: int, count: int | None, folder: str, source: str | os.PathLike[str]) -> None:
-    if there - start < (count or 1):
-        raise ValueError(
-            f"{folder} of {source} holds no more than {there} checkpoints, {'all' if count is None else count} from "
-            f"number {start} on are wanted"
-        )
 
 
 def _opened(out: Path, source: str | os.PathLike[str], key: str) -> SampleStore:
@@ -245,9 +228,10 @@ def _local(source: str | os.PathLike[str], name: str) -> Path:
 
 def _asked(source: str | os.PathLike[str], ask: Callable[[Any], Any]) -> Any:
     """What ``huggingface_hub`` answers."""
-    hub = _hub()
+    import huggingface_hub
+
     try:
-        return ask(hub)
+        return ask(huggingface_hub)
     except Exception as error:  # no network, no such data set, no right to read it: the hub has a class for each
         said = (str(error).strip().splitlines() or [""])[0][:200]
         raise SampleFileError(
@@ -255,18 +239,3 @@ def _asked(source: str | os.PathLike[str], ask: Callable[[Any], Any]) -> Any:
             f"there is a network, get it with `hf download {source} --repo-type dataset --local-dir DIR` (with "
             "--include 'FOLDER/*' a part of it), and give DIR in its place"
         ) from error
-
-
-def _hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise SampleFileError(
-            "data sets of Hugging Face are read by huggingface_hub: pip install huggingface_hub, or give a local folder"
-        ) from error
-    return huggingface_hub
-
-
-def _natural(name: str) -> list[tuple[int, int, str]]:
-    """``net_2`` before ``net_10``."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

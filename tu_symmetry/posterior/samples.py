@@ -11,10 +11,9 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,25 +30,14 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.states import Layout, SampleFileError, State, layout_of, require_same, require_state, stack_states
 
-_FORMAT = "tu_symmetry.samples"
-_VERSION = "1"
+_FORMAT, _VERSION = "tu_symmetry.samples", "1"
 _STORE = "store.json"
 _LOG = "shards.log"
 _SUFFIX = ".safetensors"
 _DISCARDED = "discarded"
 
 
-@dataclass(frozen=True)
-class RunMark:
-    """Which run has stored a chain: its fingerprint, whether it came to its end, and its optimizer steps by then."""
-
-    run: str
-    done: bool = False
-    step: int | None = None
-
-
-@dataclass(frozen=True)
-class SampleRecord:
+class SampleRecord(NamedTuple):
     """One sample: its chain (or run, or ensemble member), its step in it, and its place along the axis of a shard."""
 
     chain: int
@@ -139,14 +127,12 @@ class SampleStore(Sequence[State]):
         known = content.get("format") == _FORMAT and content.get("version") == _VERSION
         if not known or sealed is None or not isinstance(metadata, dict) or not isinstance(token, str):
             raise SampleFileError(
-                f"{description} describes no sample store of format {_FORMAT} {_VERSION}, or has no digest: it is "
-                "damaged, or was made by version 0.1; restore it"
+                f"{description} describes no sample store of format {_FORMAT} {_VERSION}, or has no digest; restore it"
             )
         store = cls(folder, metadata, token)
         logged = store._read_log()
         shards = [p for p in sorted(folder.glob(f"*{_SUFFIX}")) if p.name not in store._discarded]
-        gone = sorted(logged.keys() - {shard.name for shard in shards})
-        if gone:
+        if gone := sorted(logged.keys() - {shard.name for shard in shards}):
             raise SampleFileError(
                 f"{folder / gone[0]} is gone ({len(gone)} of {len(logged)} shards): restore it, or take its line out "
                 f"of {folder / _LOG}"
@@ -227,38 +213,38 @@ class SampleStore(Sequence[State]):
             self.layout = None
         return len(beyond)
 
-    def mark(self, chain: int, mark: RunMark) -> None:
-        """Write which run stores a chain (of a run with several chains, the first)."""
-        write_json(self.folder / f"run-{chain}.json", asdict(mark), seal=True)
+    def mark(self, chain: int, run: str, *, done: bool = False) -> None:
+        """Write the fingerprint of the run that stores a chain (of several, the first), and whether it has ended."""
+        write_json(self.folder / f"run-{chain}.json", {"run": run, "done": done}, seal=True)
 
-    def marked(self, chain: int) -> RunMark | None:
-        """Which run has stored a chain; None where nothing was written of it."""
+    def marked(self, chain: int) -> tuple[str | None, bool]:
+        """What :meth:`mark` wrote last; no run where nothing was written of the chain."""
         try:
-            return RunMark(**read_json(self.folder / f"run-{chain}.json")[0])
+            said = read_json(self.folder / f"run-{chain}.json")[0]
+            return said["run"], said["done"]
         except FileNotFoundError:
-            return None
-        except (FileError, TypeError) as error:
-            raise SampleFileError(f"{error}; remove the file, and the chain counts as that of another run") from error
+            return None, False
+        except (FileError, KeyError) as error:
+            raise SampleFileError(
+                f"{self.folder}/run-{chain}.json is damaged ({error}); remove it, and the chain counts as another run's"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.records)
 
     def __getitem__(self, index: Any) -> Any:
-        """The ``index``-th state; a list of states for a slice."""
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+        """The ``index``-th state."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a store of {len(self)}")
         return {name: t[0] for name, t in self.stack([int(index)]).items()}
 
-    def stack(self, indices: Sequence[int] | Tensor, *, device: str | torch.device = "cpu") -> State:
+    def stack(self, indices: Sequence[int], *, device: str | torch.device = "cpu") -> State:
         """Chosen samples as a stack ``[len(indices), ...]``, made in main memory and moved tensor by tensor."""
-        wanted = [int(i) for i in indices]
-        if self.layout is None or not wanted:
-            raise ValueError(f"nothing to stack: the store {self.folder} has {len(self)} samples, asked for {wanted}")
-        result = {n: torch.empty((len(wanted), *e.shape), dtype=e.dtype, device="cpu") for n, e in self.layout.items()}
+        if self.layout is None or not len(indices):
+            raise ValueError(f"nothing to stack: the store {self.folder} has {len(self)} samples, asked for {indices}")
+        result = {n: torch.empty((len(indices), *e.shape), dtype=e.dtype, device="cpu") for n, e in self.layout.items()}
         rows: dict[Path, list[tuple[int, int]]] = defaultdict(list)  # of each shard, the rows of the result and its own
-        for place, i in enumerate(wanted):
+        for place, i in enumerate(indices):
             rows[self.records[i].shard].append((place, self.records[i].position))
         for shard, places in rows.items():
             with self._open(shard) as file:
@@ -291,9 +277,6 @@ class SampleStore(Sequence[State]):
         """Step of every sample."""
         return [r.step for r in self.records]
 
-    def __repr__(self) -> str:
-        return f"SampleStore({str(self.folder)!r}, {len(self)} samples, {self.metadata})"
-
     def _read_header(self, shard: Path, logged: Mapping[str, str]) -> None:
         """Take a shard into the index; everything is checked but the bytes of its weights."""
         try:
@@ -306,9 +289,7 @@ class SampleStore(Sequence[State]):
             lengths = {shape[0] for shape, _ in header.layout.values()} | {len(chains), len(steps)}
         except (ValueError, KeyError, TypeError, IndexError, RecursionError):
             chains, steps, lengths = [], [], set()
-        fit = len(lengths) == 1 and bool(header.layout)
-        there = {(r.chain, r.step): r.shard.name for r in self.records}
-        twice = next((there[pair] for pair in zip(chains, steps, strict=False) if pair in there), None)
+        there = {(r.chain, r.step) for r in self.records}
         wrong = {  # the first that is so
             "was not written by a sample store": (said.get("format"), said.get("version")) != (_FORMAT, _VERSION),
             f"is a copy of {said.get('file')}, or was renamed": said.get("file") != shard.name,
@@ -317,12 +298,11 @@ class SampleStore(Sequence[State]):
             f"was replaced or damaged: {_LOG} has another digest for it": (
                 logged.get(shard.name, header.digest) != header.digest
             ),
-            "is damaged: its header has no chain and step for each of its states": not fit,
-            f"holds samples that {twice} holds too": twice is not None,
+            "is damaged: its header has no chain and step for each of its states": len(lengths) != 1,
+            "holds samples that another shard holds too": not there.isdisjoint(zip(chains, steps, strict=False)),
         }
-        for what, so in wrong.items():
-            if so:
-                raise SampleFileError(f"{shard} {what}; restore it, or move it out of the folder")
+        if what := next((what for what, so in wrong.items() if so), None):
+            raise SampleFileError(f"{shard} {what}; restore it, or move it out of the folder")
         layout = {name: Layout(shape[1:], dtype) for name, (shape, dtype) in header.layout.items()}
         if self.layout is not None:
             require_same(layout, self.layout, str(shard), "the shards before it", SampleFileError)
@@ -378,10 +358,8 @@ class SampleStore(Sequence[State]):
         if not steps or len(chains) != len(steps):
             raise ValueError(f"{len(chains)} chains for {len(steps)} steps; there must be one of each for every state")
         for name, tensor in stack.items():
-            if tensor.ndim == 0 or len(tensor) != len(steps):
-                raise ValueError(
-                    f"{name!r} has shape {tuple(tensor.shape)}, not one entry for each of {len(steps)} steps"
-                )
+            if tensor.shape[:1] != (len(steps),):
+                raise ValueError(f"{name!r} has shape {tuple(tensor.shape)}, not one entry for each of {steps}")
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise ValueError(f"{name!r} holds NaN or infinite values: a run that has diverged gives no samples")
         if self.layout is not None:

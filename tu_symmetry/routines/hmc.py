@@ -21,6 +21,7 @@ from tu_symmetry.states import evenly
 
 _STATE = "hamiltonian_monte_carlo"
 _PROJECTIONS = 16
+_TESTED = 100  # stored samples that a test takes
 
 
 class HMCRoutine(PredictiveRoutine):
@@ -28,15 +29,14 @@ class HMCRoutine(PredictiveRoutine):
 
     A training step is one transition; ``trainer.max_steps`` (or ``max_epochs``) is the length of the chain, burn-in
     included. The potential is ``nll(model(x), y) + prior_precision / 2 * ||w||^2`` in nats, over the whole training
-    set, which the data module must give as one batch without augmentation (``batch_size: full``). The state of the
-    chain is in every checkpoint: a resumed run gives the chain of an uninterrupted one, bit for bit with deterministic
-    kernels.
+    set, which the data module must give as one batch without augmentation (``batch_size: full``). The chain is in every
+    checkpoint.
 
     Logged: ``hmc/acceptance`` (probability), ``hmc/accepted``, ``hmc/potential`` (nats), ``hmc/log_likelihood`` (nats
     for each training point), ``hmc/step_size``, and at the end effective sample sizes and split R-hat of the potential
     and of random projections of the weights, ``hmc/ess/...`` and ``hmc/rhat/...``. Validation measures the chain's
-    position, a test the stored samples as an ensemble. Several chains are several runs with their own ``seed`` and
-    ``chain``.
+    position, a test 100 stored samples, evenly spaced, as an ensemble. Several chains are several runs with their own
+    ``seed`` and ``chain``.
 
     Args:
         model: the network; its own parameters are the start. It runs in ``eval`` mode.
@@ -51,8 +51,6 @@ class HMCRoutine(PredictiveRoutine):
         seed: seed of the chain.
         chain: number of the chain in the store.
         samples: folder of the :class:`~tu_symmetry.posterior.samples.SampleStore`; None to store no samples.
-        samples_per_file: samples in memory between two writes (checkpoints and the end write too).
-        num_test_samples: stored samples that a test takes, evenly spaced; None for all.
         matmul_precision: ``high`` allows TF32 on a GPU; the acceptance corrects the trajectory, not the potential.
     """
 
@@ -70,12 +68,10 @@ class HMCRoutine(PredictiveRoutine):
         seed: int = 0,
         chain: int = 0,
         samples: str | Path | None = None,
-        samples_per_file: int = 10,
-        num_test_samples: int | None = 100,
         matmul_precision: Literal["highest", "high"] = "highest",
     ) -> None:
         super().__init__(nll)
-        require_positive(prior_precision=prior_precision, samples_per_file=samples_per_file)
+        require_positive(prior_precision=prior_precision)
         require_numbers(burn_in=burn_in, step_size=step_size, leapfrog_steps=leapfrog_steps, seed=seed, chain=chain)
         if burn_in < 0:
             raise ValueError(f"burn_in must not be negative, got {burn_in}")
@@ -95,8 +91,6 @@ class HMCRoutine(PredictiveRoutine):
         }
         self.chain_number = chain
         self.samples = None if samples is None else Path(samples)
-        self.samples_per_file = samples_per_file
-        self.num_test_samples = num_test_samples
         self.matmul_precision = matmul_precision
         self._forget()
 
@@ -104,7 +98,6 @@ class HMCRoutine(PredictiveRoutine):
         self.chain: HamiltonianChain | None = None
         self._project: SignedSums | None = None
         self._series: list[Tensor] = []  # for each transition after the burn-in: projections, and the potential
-        self._pending: list[tuple[int, States]] = []
         self._stored: StoredRun | None = None
         self._restored: dict[str, Any] | None = None
         self._resumed = False
@@ -158,14 +151,10 @@ class HMCRoutine(PredictiveRoutine):
         if taken > 0:
             self._keep(taken, position, made.potential)
 
-    def on_train_end(self) -> None:
-        """Write the samples that are left."""
-        self._flush()
-
     def on_fit_end(self) -> None:
         """Say how good the chain is, of a fit that was resumed at its end, too."""
         if self._stored is not None:
-            self._stored.finish(self.trainer.global_step)
+            self._stored.finish()
         if not self._series:
             return
         found = self.diagnostics()
@@ -173,13 +162,8 @@ class HMCRoutine(PredictiveRoutine):
             self.logger.log_metrics({f"hmc/{n}": v for n, v in found.items()}, step=self.trainer.global_step)
         rank_zero_info("chain %d: %s", self.chain_number, ", ".join(f"{n} {v:.4g}" for n, v in found.items()))
 
-    def teardown(self, stage: str) -> None:
-        """Write the samples that are in memory, after an exception too."""
-        self._flush()
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the chain into the checkpoint, and its samples into the store."""
-        self._flush()
+        """Put the chain into the checkpoint."""
         if self.chain is not None:
             checkpoint[_STATE] = {
                 "chain": self.chain.state_dict(),
@@ -191,7 +175,6 @@ class HMCRoutine(PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the chain from the checkpoint; it continues at the first step."""
-        super().on_load_checkpoint(checkpoint)
         self._restored, self._resumed = checkpoint.get(_STATE), True
         if self._restored is not None:
             series = self._restored["series"]
@@ -205,8 +188,6 @@ class HMCRoutine(PredictiveRoutine):
 
     def diagnostics(self) -> dict[str, float]:
         """Effective sample sizes and split R-hat of all transitions after the burn-in so far."""
-        if not self._series:
-            return {}
         series = torch.stack(self._series)
         return chain_diagnostics({"projections": series[:, :-1], "potential": series[:, -1]})
 
@@ -215,7 +196,7 @@ class HMCRoutine(PredictiveRoutine):
         self._tested = None
         if self.samples is not None:
             store = SampleStore.open(self.samples, like=self.model.state_dict())
-            chosen = [store[i] for i in evenly(len(store), self.num_test_samples)]
+            chosen = [store[i] for i in evenly(len(store), _TESTED)]
             self._tested = [{n: t.to(self.device) for n, t in state.items()} for state in chosen]
             rank_zero_info("testing %d samples of %s", len(chosen), self.samples)
 
@@ -254,10 +235,9 @@ class HMCRoutine(PredictiveRoutine):
         assert self.chain is not None and self._project is not None
         projected = self._project(position).double().cpu()
         self._series.append(torch.cat([projected, torch.tensor([potential], dtype=torch.float64, device="cpu")]))
-        if self.samples is not None and (self.stored is None or taken - 1 in self.stored):
-            self._pending.append((self.chain.transitions, self.chain.network.complete(position)))
-            if len(self._pending) >= self.samples_per_file:
-                self._flush()
+        if self._stored is not None and (self.stored is None or taken - 1 in self.stored):
+            state = self.chain.network.complete(position)
+            self._stored.append([state], chain=[self.chain_number], step=[self.chain.transitions])
 
     def _begin_storing(self, folder: Path) -> StoredRun:
         """The chain's part of the store, brought to the state of the checkpoint."""
@@ -283,13 +263,6 @@ class HMCRoutine(PredictiveRoutine):
         step = restored["chain"]["transitions"] if restored else 0
         stored.begin(self.trainer, restored.get("stored", {}) if self._resumed else None, step=step)
         return stored
-
-    def _flush(self) -> None:
-        """Append the samples in memory to the store."""
-        if self._pending and self._stored is not None:
-            steps, states = zip(*self._pending, strict=True)
-            self._stored.append(states, chain=[self.chain_number] * len(steps), step=steps)
-        self._pending = []
 
 
 class TransitionOptimizer(torch.optim.Optimizer):

@@ -13,11 +13,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from tu_symmetry.files import new_folder, remove_folder
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
-from tu_symmetry.routines.runs import is_over
+from tu_symmetry.routines.runs import is_over, require_free, store_at_end
 from tu_symmetry.states import unstack
 
 
@@ -135,19 +134,14 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
     def on_fit_start(self) -> None:
         """Check the folder before the first step."""
-        if self.samples is not None and self.samples.is_dir() and any(self.samples.iterdir()) and not self._resumed:
-            raise FileExistsError(
-                f"{self.samples} is not empty: resume its run with --ckpt_path, or give another samples:"
-            )
-        if self._end is not None:
-            epochs, steps = self._end
-            self._end = None
-            if is_over(self.trainer, epochs, steps):  # cut between its last checkpoint and on_train_end
-                self._write(steps)
+        if self.samples is not None:
+            require_free(self.samples, self._resumed)
+        if self._end is not None and is_over(self.trainer, *self._end):  # cut between its last checkpoint and its end
+            self._write(self._end[1])
+        self._end = None
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A resumed run may find its own samples."""
-        super().on_load_checkpoint(checkpoint)
         self._resumed = True
         if "loops" in checkpoint:
             epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
@@ -193,23 +187,17 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
     def _write(self, step: int) -> None:
         if self.samples is None or not self.trainer.is_global_zero:
             return
-        written_by: dict[str, Any] = {"method": "deep_ensemble", "seed": self.seed}
-        if (store := SampleStore.open_if_there(self.samples)) is not None:
-            own = store.chains == list(range(self.num_members)) and written_by.items() <= store.metadata.items()
-            if not own:
-                raise FileExistsError(
-                    f"{self.samples} holds other samples than these {self.num_members} members: move it away and "
-                    "resume from the last checkpoint, which has them"
-                )
-            if store.steps == [step] * self.num_members:
-                return
-        self.samples.parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(self.samples) as made:
-            store = SampleStore.create(
-                made, architecture=type(self.members).__name__, prior_precision=self.prior_precision, **written_by
-            )
-            store.append(self.states(), chain=range(self.num_members), step=[step] * self.num_members)
-            remove_folder(self.samples)
+        store_at_end(
+            self.samples,
+            self.states(),
+            after=step,
+            chain=range(self.num_members),
+            step=[step] * self.num_members,
+            architecture=type(self.members).__name__,
+            method="deep_ensemble",
+            seed=self.seed,
+            prior_precision=self.prior_precision,
+        )
 
     def states(self) -> States:
         """The members as a stack ``[members, ...]`` of state dicts."""

@@ -44,12 +44,6 @@ class PredictiveRoutine(LightningModule):
         self.val_scores, self.test_scores = AverageMetric((2, 1)), AverageMetric((2, 1))
         self.member_scores: dict[str, Tensor] = {}
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take the precision of the checkpoint, so that weights in float64 are not rounded when they are read."""
-        weights = [t for t in checkpoint["state_dict"].values() if t.is_floating_point()]
-        if any(t.dtype == torch.float64 for t in weights):
-            self.double()
-
     @abstractmethod
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(members, B, ...)`` of every network."""

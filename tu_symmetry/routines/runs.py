@@ -12,8 +12,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
-from tu_symmetry.files import digest_of
-from tu_symmetry.posterior.samples import RunMark, SampleStore
+from tu_symmetry.files import digest_of, new_folder, remove_folder
+from tu_symmetry.posterior.samples import SampleStore
 
 
 class StoredRun:
@@ -51,53 +51,47 @@ class StoredRun:
         if not trainer.is_global_zero:
             return
         store = self._store = SampleStore.open_if_there(self.folder, like=self.like)
-        own = [] if store is None else [r for r in store.records if r.chain in self.chains]
         if resumed is not None:
             self.run = resumed.get("run", self.run)
+        own = [] if store is None else [r for r in store.records if r.chain in self.chains]
         if store is None or not own:
             return
-        mark = store.marked(self.chains[0])
-        stranger = mark is None or mark.run != self.run
+        run, done = store.marked(self.chains[0])
         kept = sum(r.step <= step for r in own)
         wrong = ""
-        if stranger and (resumed is None or (mark is not None and "run" in resumed)):
+        if run != self.run and (resumed is None or (run is not None and "run" in resumed)):
             wrong = "of another run already: resume that run with --ckpt_path, or give another samples: or chain:"
         elif resumed is not None and kept < resumed.get("samples", 0):
             wrong = (
                 f"({kept} of the {resumed['samples']} that the run had stored by this checkpoint): it was resumed from "
                 "an earlier one since; resume from that, or give another folder"
             )
-        elif resumed is None and mark is not None and mark.done:
-            wrong = (
-                "of this run, which has come to its end: move it away to run again, or go on from its checkpoint with "
-                "--ckpt_path"
-            )
+        elif resumed is None and done:
+            wrong = "of this run, which has come to its end: move it away, or go on with --ckpt_path"
         elif resumed is None and (found := checkpoints(trainer)):
-            wrong = (
-                f"of this run, which was cut: resume it with --ckpt_path {found[-1]}, or move both away to start anew"
-            )
+            wrong = f"of this run, which was cut: resume it with --ckpt_path {found[-1]}, or move both away"
         if wrong:
-            raise FileExistsError(f"{self.folder} holds samples of {self._named()} {wrong}")
+            raise FileExistsError(f"{self.folder} holds samples of chain {', '.join(map(str, self.chains))} {wrong}")
         count = store.discard(self.chains, after=-1 if resumed is None else step)
         if resumed is None:
             rank_zero_info(
                 f"{self.folder}: the run was cut before its first checkpoint; its {count} samples are made anew"
             )
 
-    def append(self, states: Any, *, chain: int | Sequence[int], step: int | Sequence[int]) -> None:
+    def append(self, states: Any, *, chain: Sequence[int], step: Sequence[int]) -> None:
         """Append to the store, which is made if it is not there, and says first which run this is."""
         if self._store is None:  # another chain may have made it since this run began
             there = SampleStore.open_if_there(self.folder, like=self.like)
             self._store = there or SampleStore.create(self.folder, **self.metadata)
         if not self._told:
-            self._store.mark(self.chains[0], RunMark(self.run))
+            self._store.mark(self.chains[0], self.run)
             self._told = True
         self._store.append(states, chain=chain, step=step)
 
-    def finish(self, step: int) -> None:
-        """Say that the run has come to its end, after so many optimizer steps."""
+    def finish(self) -> None:
+        """Say that the run has come to its end."""
         if self._store is not None and any(r.chain in self.chains for r in self._store.records):
-            self._store.mark(self.chains[0], RunMark(self.run, done=True, step=step))
+            self._store.mark(self.chains[0], self.run, done=True)
             self._told = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,9 +99,27 @@ class StoredRun:
         records = [] if self._store is None else self._store.records
         return {"run": self.run, "samples": sum(r.chain in self.chains for r in records)}
 
-    def _named(self) -> str:
-        first, last = self.chains[0], self.chains[-1]
-        return f"chain {first}" if first == last else f"chains {first} to {last}"
+
+def store_at_end(folder: Path, states: Any, *, after: int, chain: Any, step: Sequence[int], **metadata: Any) -> None:
+    """Write networks when a fit has ended after so many steps, in place of those of an earlier end of the same run."""
+    store = SampleStore.open_if_there(folder)
+    if store is not None:
+        if not metadata.items() <= store.metadata.items():
+            raise FileExistsError(
+                f"{folder} holds other samples than this run's: move it away and resume from the last checkpoint"
+            )
+        if store.metadata.get("after") == after:
+            return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(folder) as made:
+        SampleStore.create(made, **metadata, after=after).append(states, chain=chain, step=step)
+        remove_folder(folder)
+
+
+def require_free(folder: Path, resumed: bool) -> None:
+    """Refuse, before a fit starts, a folder that holds something: only a run that is resumed may find its own."""
+    if not resumed and folder.is_dir() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: resume its run with --ckpt_path, or give another folder")
 
 
 def checkpoints(trainer: Trainer) -> list[Path]:

@@ -26,6 +26,7 @@ from tu_symmetry.posterior.network import (
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
 
 _STATE = "variational_inference"
+_TESTED = 20  # draws in a validation or test
 
 
 class VariationalRoutine(PredictiveRoutine):
@@ -36,7 +37,7 @@ class VariationalRoutine(PredictiveRoutine):
     reparameterization, once for all points of a batch; the state of the noise is in the checkpoint.
 
     Logged, in nats, as means over an epoch: ``vi/elbo``, ``vi/log_likelihood`` (of the training set, expected) and
-    ``vi/kl``; validation and test measure ``num_test_samples`` draws as an ensemble, always the same ones.
+    ``vi/kl``; validation and test measure 20 draws as an ensemble, always the same ones.
 
     Args:
         model: the network; it runs in ``eval`` mode.
@@ -45,7 +46,6 @@ class VariationalRoutine(PredictiveRoutine):
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
         seed: seed of the initialization (by the ``reset_parameters`` of the layers) and the noise.
         posterior: file that the :class:`CompactPosterior` is written to at the end; None to write none.
-        num_test_samples: draws in a validation or test.
         optimizer: optimizer of means and ``rho``; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
         lr_scheduler: learning-rate scheduler of the optimizer.
     """
@@ -59,12 +59,11 @@ class VariationalRoutine(PredictiveRoutine):
         nll: Likelihood = categorical_nll,
         seed: int = 0,
         posterior: str | Path | None = None,
-        num_test_samples: int = 20,
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(nll)
-        require_positive(prior_precision=prior_precision, initial_std=initial_std, num_test_samples=num_test_samples)
+        require_positive(prior_precision=prior_precision, initial_std=initial_std)
         require_function_of_parameters(model)
         self.model = initialized(model, derived_seed(seed, 1, 0))
         rho = math.log(math.expm1(initial_std))
@@ -72,14 +71,12 @@ class VariationalRoutine(PredictiveRoutine):
         self.prior_precision = prior_precision
         self.seed = seed
         self.posterior_file = None if posterior is None else Path(posterior)
-        self.num_test_samples = num_test_samples
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self._noise: torch.Generator | None = None
         self._noise_state: Tensor | None = None
-        self._points = 0
         self._sums: Tensor | None = None
-        self._seen = 0
+        self._points = self._seen = 0
         self._evaluated: list[States] | None = None
 
     def mean(self) -> States:
@@ -151,7 +148,6 @@ class VariationalRoutine(PredictiveRoutine):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take them from the checkpoint."""
-        super().on_load_checkpoint(checkpoint)
         if _STATE in checkpoint:
             state = checkpoint[_STATE]
             self._noise_state, self._sums, self._seen = state["noise"], state["sums"], state["seen"]
@@ -168,7 +164,7 @@ class VariationalRoutine(PredictiveRoutine):
     on_validation_start = on_predict_start = on_test_start
 
     def member_outputs(self, x: Tensor) -> Tensor:
-        """Outputs ``(num_test_samples, B, ...)``."""
+        """Outputs ``(draws, B, ...)``."""
         self.model.eval()
         draws = self._drawn() if self._evaluated is None else self._evaluated
         return torch.stack([functional_call(self.model, draw, (x,)) for draw in draws])
@@ -177,4 +173,4 @@ class VariationalRoutine(PredictiveRoutine):
     def _drawn(self) -> list[States]:
         generator = torch.Generator(self.device).manual_seed(derived_seed(self.seed, 6, 0))
         mean, std = self.mean(), self.std()
-        return [gaussian_draw(mean, std, generator) for _ in range(self.num_test_samples)]
+        return [gaussian_draw(mean, std, generator) for _ in range(_TESTED)]

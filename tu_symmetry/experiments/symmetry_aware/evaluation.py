@@ -178,7 +178,8 @@ def quality(
         if name == "ns_aligned":
             pair = [torch.cat(list(v.values()), dim=1) for v in (own, references[name])]
             generator = torch.Generator().manual_seed(seed)
-            found["quotient"] = asdict(vector_distances(*pair, removed=removed, generator=generator, device=device))
+            distances = vector_distances(*pair, generator=generator, device=device)
+            found["quotient"] = asdict(distances) | {"removed": removed}
     return found
 
 

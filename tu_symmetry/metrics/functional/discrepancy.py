@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
 from tu_symmetry.states import SymmetryError, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Level = Literal["tensor", "layer", "network"]
-KERNELS: dict[str, int] = {"laplace": 1, "gaussian": 2}
+KERNELS = ("laplace", "gaussian")  # of the L1 and of the L2 distance
 BANDWIDTHS = 10  # of each kernel
-BANDWIDTH_SAMPLES = 500
+_BANDWIDTH_SAMPLES = 500
 _PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
 
 
 def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
-    """Unbiased squared MMD of two sets of samples ``(S, D)`` and ``(T, D)``: the mean of :func:`kernel_discrepancies`.
+    """Unbiased squared MMD of two sets of samples ``(S, D)`` and ``(T, D)``, mean over kernels and bandwidths.
 
     The estimate is the U-statistic
 
         mean_{i != j} k(x_i, x_j) + mean_{i != j} k(y_i, y_j) - 2 mean_{i, j} k(x_i, y_j),
 
     whose mean is 0 for equal distributions, so that single values may be negative. The kernels are
-    ``exp(-||x - y||_1 / b)`` and ``exp(-||x - y||_2^2 / b^2)``, the bandwidths those of :func:`mmd_bandwidths`, as in
-    MMDAgg (Schrab et al., JMLR 2023) and in the code of arXiv 2310.08287; the plain mean is our choice.
+    ``exp(-||x - y||_1 / b)`` and ``exp(-||x - y||_2^2 / b^2)``, the bandwidths those of MMDAgg (Schrab et al., JMLR
+    2023), as in the code of arXiv 2310.08287; the plain mean is our choice.
 
     Laws: symmetric in ``x`` and ``y``; unchanged when samples or coordinates are permuted, when both sets are
     translated, and, as long as the bandwidths' floors do not act, when both are scaled.
     """
-    return kernel_discrepancies(x, y).mean()
-
-
-def kernel_discrepancies(x: Tensor, y: Tensor) -> Tensor:
-    """The value of each kernel ``(2, bandwidths)``: Laplace, then Gaussian, bandwidths ascending."""
     x, y = checked_samples(x, y)
     largest = max(largest_entry(x), largest_entry(y))
     unit = 1.0
@@ -48,15 +43,9 @@ def kernel_discrepancies(x: Tensor, y: Tensor) -> Tensor:
         halves = 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)
         x, y = (samples.double() * halves[0] * halves[1] for samples in (x, y))
         unit = halves[0] * halves[1]  # of distances, and so of the bandwidths' floors
-    values = []
-    for power in KERNELS.values():
-        pooled = pairwise_distances(torch.cat([x, y]), power)
-        within_x, within_y = _off_diagonal(pooled[: len(x), : len(x)]), _off_diagonal(pooled[len(x) :, len(x) :])
-        cross = pooled[: len(x), len(x) :]
-        for b in mmd_bandwidths(cross[:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES], unit=unit):
-            kxx, kyy, kxy = ((-((d / b) ** power)).exp().mean() for d in (within_x, within_y, cross))
-            values.append(kxx + kyy - 2 * kxy)
-    return torch.stack(values).view(len(KERNELS), BANDWIDTHS)
+    kernel = mean_kernel(both_distances(torch.cat([x, y])), len(x), unit=unit)
+    is_first = torch.arange(len(kernel), device=kernel.device) < len(x)
+    return u_statistics(kernel, torch.stack([is_first, ~is_first], dim=1).to(kernel))[0]
 
 
 def network_discrepancy(
@@ -77,8 +66,7 @@ def network_discrepancy(
         y: stacked states ``(T, ...)``.
         graph: the symmetry graph; plain MMD without it. Then only parameters are compared, tied ones once, and not the
             running statistics.
-        removed: what is removed with a graph, see :func:`removal`: by default what the paper removes (unit norm, then
-            sorting); ``removal("min_mass", align_to=state)`` is this package's choice.
+        removed: what is removed with a graph, see :func:`removal`: by default what the paper removes.
         level: what is one vector: ``"tensor"``, ``"layer"`` (the tensors of one module together) or ``"network"``.
 
     Raises:
@@ -107,7 +95,7 @@ def checked_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     if x.shape[1] != y.shape[1]:
         raise ValueError(f"x has {x.shape[1]} features and y {y.shape[1]}: they are not of one architecture")
     dtype = torch.promote_types(torch.promote_types(x.dtype, y.dtype), torch.float32)
-    return x.to(dtype), y.to(x.device, dtype)
+    return x.detach().to(dtype), y.detach().to(x.device, dtype)
 
 
 def weight_vectors(
@@ -140,20 +128,57 @@ def part_of(name: str, level: Level) -> str:
     return {"tensor": name, "layer": name.rpartition(".")[0] or name, "network": "network"}[level]
 
 
-def mmd_bandwidths(between: Tensor, *, unit: float = 1.0) -> Tensor:
+def mean_kernel(distances: Sequence[Tensor], count_x: int, *, unit: float = 1.0) -> Tensor:
+    """The mean of all kernels from L1 and L2 distances of the pooled samples ``(N, N)``, with 0 on the diagonal."""
+    mean = torch.zeros_like(distances[0])
+    for power, matrix in enumerate(distances, start=1):
+        between = matrix[:count_x, count_x:][:_BANDWIDTH_SAMPLES, :_BANDWIDTH_SAMPLES]
+        for bandwidth in _bandwidths(between, unit):
+            mean += (-((matrix / bandwidth) ** power)).exp_().fill_diagonal_(0)
+    return mean / (BANDWIDTHS * len(KERNELS))
+
+
+def u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -> Tensor:
+    """U-statistics for many pairs of weights: ``(N, 2 K)``, two columns for each, over a kernel with zero diagonal.
+
+    With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks. With
+    ``runs`` ``(N,)``, whose networks have equal weights, pairs of two draws of one run are left out as pairs of two
+    draws of one network are: drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not ``m n (m
+    n - 1)``.
+    """
+    w = weights.view(len(kernel), -1, 2)
+    a, b = w[..., 0], w[..., 1]
+    ka, kb = kernel @ a, kernel @ b
+    runs = torch.arange(len(kernel), device=kernel.device) if runs is None else runs.to(kernel.device)
+    same = (runs.unsqueeze(1) == runs).to(kernel)
+    alike, sizes = (kernel * same).sum(1, keepdim=True), same.sum(1, keepdim=True)  # sums over the own run, (N, 1)
+
+    def within(x: Tensor, kx: Tensor) -> Tensor:
+        pairs = x.sum(0).square() - (x.square() * sizes).sum(0) + (x * (sizes - 1)).sum(0)
+        return ((x * kx).sum(0) - ((x.square() - x) * alike).sum(0)) / pairs
+
+    # no network is in both sets
+    return within(a, ka) + within(b, kb) - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))
+
+
+def _bandwidths(between: Tensor, unit: float) -> Tensor:
     """MMDAgg's bandwidths, ascending in geometric progression from ``lambda_min / 2`` to ``2 lambda_max``, float64.
 
     ``lambda_min`` is the smallest distance or, where that is below 0.1, the larger of the 5 % quantile and 0.1;
-    ``lambda_max`` is the largest, 0.3 at least. Distances of 0 are first replaced by the median. ``unit`` is what the
-    distances were multiplied by.
+    ``lambda_max`` is the largest, 0.3 at least. Distances of 0 are first replaced by the median.
     """
-    d = between.flatten().double()
-    median = torch.stack([d.sort().values[(len(d) - 1) // 2], d.sort().values[len(d) // 2]]).mean()
+    d = between.flatten().double().sort().values
+    median = (d[(len(d) - 1) // 2] + d[len(d) // 2]) / 2
     d = torch.where(d == 0, median, d).sort().values
     smallest = torch.where(d[0] >= 0.1 * unit, d[0], d[int(0.05 * len(d))].clamp_min(0.1 * unit))
     largest = d[-1].clamp_min(0.3 * unit)
     exponents = torch.arange(BANDWIDTHS, dtype=torch.float64, device=d.device) / (BANDWIDTHS - 1)
     return smallest / 2 * (4 * largest / smallest) ** exponents
+
+
+def both_distances(x: Tensor) -> tuple[Tensor, Tensor]:
+    """L1 and L2 distances between all rows of a set, as :func:`pairwise_distances` gives them."""
+    return pairwise_distances(x, 1), pairwise_distances(x, 2)
 
 
 def pairwise_distances(x: Tensor, power: int) -> Tensor:
@@ -162,10 +187,7 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
     ``pdist`` takes each pair once, and is several times as fast for a pair as ``cdist``, also between two sets.
     """
     count = len(x)
-    if x.device.type not in ("cpu", "cuda"):  # pdist is missing on other devices
-        # The matmul form of the L2 distance cancels for samples that are close to each other, such as aligned networks.
-        return torch.cdist(x, x, p=float(power), compute_mode="donot_use_mm_for_euclid_dist").double()
-    if x.requires_grad or x.shape[1] <= _PIECE[x.device.type]:  # a root of a sum has no gradient at 0
+    if x.shape[1] <= _PIECE[x.device.type]:
         pairs = torch.pdist(x, p=float(power)).double()
     else:  # pieces of rows stay in the cache; long rows would be read from memory again for every pair
         sums = torch.zeros(count * (count - 1) // 2, dtype=torch.float64, device=x.device)
@@ -175,7 +197,3 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
     above = torch.ones(count, count, dtype=torch.bool, device=x.device).triu_(1)  # row by row, as pdist's pairs are
     upper = torch.zeros(count, count, dtype=torch.float64, device=x.device).masked_scatter(above, pairs)
     return upper + upper.T
-
-
-def _off_diagonal(matrix: Tensor) -> Tensor:
-    return matrix[~torch.eye(len(matrix), dtype=torch.bool, device=matrix.device)]

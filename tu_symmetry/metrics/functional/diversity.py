@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.predictive import checked_probabilities
@@ -15,7 +14,6 @@ from tu_symmetry.states import check_tensor
 from tu_symmetry.symmetry.randomness import own_generator
 
 _ELEMENTS_AT_ONCE = 2**24
-_TOLERANCE = 1e-6  # mutual information up to which two networks are one function, nats
 
 
 def pairwise_mutual_information(probs: Tensor) -> Tensor:
@@ -48,31 +46,21 @@ class DiversitySummary:
     """Pairwise mutual information in and out of distribution, of the same networks.
 
     Attributes:
-        pairs: number of pairs.
         id_mean: mean mutual information on test data, nats.
         id_dispersion: standard deviation over the pairs divided by the mean.
         ood_mean: mean mutual information on out-of-distribution data, nats.
         ood_dispersion: standard deviation over the pairs divided by the mean.
         correlation: Pearson's, over the pairs.
-        rank_correlation: Spearman's.
-        correlation_interval: 95 % of Pearson's under drawing *networks* with replacement (pairs that share a network
-            are not independent).
-        collapsed: share of pairs whose mutual information on test data is at most ``tolerance``.
-        distinct: number of different functions: networks that are linked by collapsed pairs count once.
-        tolerance: what counts as no difference, nats.
+        correlation_interval: 95 % of it under drawing *networks* with replacement (pairs that share a network are not
+            independent).
     """
 
-    pairs: int
     id_mean: float
     id_dispersion: float
     ood_mean: float
     ood_dispersion: float
     correlation: float
-    rank_correlation: float
     correlation_interval: tuple[float, float]
-    collapsed: float
-    distinct: int
-    tolerance: float
 
 
 def diversity_summary(
@@ -82,7 +70,7 @@ def diversity_summary(
     bootstraps: int = 200,
     generator: torch.Generator | None = None,
 ) -> DiversitySummary:
-    """Dispersion and correlation of pairwise mutual information, and functional collapse.
+    """Dispersion and correlation of pairwise mutual information.
 
     Args:
         id_information: matrix ``(M, M)`` of :func:`pairwise_mutual_information` on test data.
@@ -115,19 +103,13 @@ def diversity_summary(
         p, q = chosen[i], chosen[j]
         different = p != q  # a pair of equal draws has no information by construction
         replicates.append(_pearson(a[p, q][different], b[p, q][different]))
-    ranks = [v.argsort().argsort().double() for v in (inside, outside)]
     return DiversitySummary(
-        pairs=len(inside),
         id_mean=float(inside.mean()),
         id_dispersion=dispersion(inside),
         ood_mean=float(outside.mean()),
         ood_dispersion=dispersion(outside),
         correlation=_pearson(inside, outside),
-        rank_correlation=_pearson(*ranks),
         correlation_interval=percentile_interval(torch.tensor(replicates, device="cpu")),
-        collapsed=float((inside <= _TOLERANCE).double().mean()),
-        distinct=int(connected_components((a <= _TOLERANCE).numpy(), directed=False)[0]),
-        tolerance=_TOLERANCE,
     )
 
 

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor
 
 
-def gaussian_wasserstein(x: Tensor, y: Tensor, *, difference: Tensor | None = None) -> Tensor:
-    """2-Wasserstein distances ``[...]`` of Gaussians with covariances ``[..., d, d]``, in float64.
+def gaussian_wasserstein(x: Tensor, y: Tensor) -> Tensor:
+    """2-Wasserstein distances ``[...]`` of Gaussians with equal means and covariances ``[..., d, d]``, in float64.
 
-    ``W^2 = |difference|^2 + tr(X + Y - 2 (X^1/2 Y X^1/2)^1/2)``. The second term is computed as the smallest
-    ``|X^1/2 - Y^1/2 U|^2`` (Frobenius) over all rotations ``U``, since the trace cancels where the two are alike. It is
-    a metric, unchanged when both are rotated.
+    ``W^2 = tr(X + Y - 2 (X^1/2 Y X^1/2)^1/2)`` is computed as the smallest ``|X^1/2 - Y^1/2 U|^2`` (Frobenius) over all
+    rotations ``U``, since the trace cancels where the two are alike. It is a metric, unchanged when both are rotated.
 
     Args:
         x: covariances, which may be singular; eigenvalues that are negative within rounding error count as 0.
         y: covariances; batch dimensions are broadcast.
-        difference: the means', first minus second, ``[..., d]``; None where they are equal.
 
     Raises:
         ValueError: shapes that do not fit, NaN or infinite values, matrices that are no covariances.
@@ -27,15 +25,7 @@ def gaussian_wasserstein(x: Tensor, y: Tensor, *, difference: Tensor | None = No
         )
     a, b = _root(x, "first"), _root(y, "second")
     left, _, right = torch.linalg.svd(b @ a)
-    squared = (a - b @ (left @ right)).square().sum((-2, -1))
-    if difference is not None:
-        if difference.shape[-1:] != x.shape[-1:] or not torch.isfinite(difference).all():
-            raise ValueError(
-                f"difference has the shape {tuple(difference.shape)} for covariances of {x.shape[-1]} dimensions, or "
-                "holds NaN or infinite values"
-            )
-        squared = squared + difference.double().square().sum(-1)
-    return squared.sqrt()
+    return (a - b @ (left @ right)).square().sum((-2, -1)).sqrt()
 
 
 def _root(matrix: Tensor, which: str) -> Tensor:

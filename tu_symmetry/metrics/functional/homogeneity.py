@@ -19,6 +19,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 
 _THRESHOLDS = 8
+_UNITS, _WEIGHTS = 64, 16  # of each group and unit, that are tested
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,8 @@ def marginal_homogeneity(
     """Test whether the units of a layer have identical marginals.
 
     *Null hypothesis*: the samples are independent, and their distribution does not change when the units are
-    relabeled. Under it the statistic has the same distribution after relabeling the units at random in each sample by
-    itself, so that the p-value is exact for any number of samples. It is also rejected for samples that depend on each
-    other, such as those of a chain that stays in one mode: this is what the test is made for.
+    relabeled. Relabeling the units at random in each sample by itself then leaves the distribution of the statistic as
+    it is, so that the p-value is exact. Samples of a chain that stays in one mode depend on each other: it is rejected.
 
     *Statistic* (Cramer-von Mises): with ``F_uk`` the empirical distribution function of weight ``k`` in unit ``u`` over
     the ``S`` samples and ``F_k`` that of all units pooled, the mean of ``S (F_uk - F_k)^2`` over units, weights and
@@ -81,17 +81,11 @@ def marginal_homogeneity(
     return HomogeneityTest(observed, p_value(null, observed, rounding=1e-5 * observed))
 
 
-def unit_samples(
-    graph: SymmetryGraph,
-    states: Mapping[str, Tensor],
-    *,
-    max_units: int | None = 64,
-    max_weights: int | None = 16,
-) -> dict[str, Tensor]:
+def unit_samples(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What :func:`marginal_homogeneity` tests: each group's ``[S, *blocks, units, weights]`` in stacked states.
 
-    These are the incoming weights of each unit, of which ``max_weights`` are taken in equal steps (None for all), and
-    the vectors that belong to it (biases, gains). Of the units ``max_units`` are taken in equal steps.
+    Of 64 units at most, evenly spaced, these are 16 incoming weights at most, likewise, and the vectors that belong to
+    the unit (biases, gains).
 
     Raises:
         SymmetryError: states of another architecture, NaN or infinite weights.
@@ -110,8 +104,8 @@ def unit_samples(
             for m in group.members
             if m is not incoming and m.parameter not in graph.buffers and len(graph.shapes[m.parameter]) == 1
         ]
-        rows = torch.cat([rows[..., evenly(rows.shape[-1], max_weights)], *vectors], dim=-1)
-        found[group.name] = rows[..., evenly(group.size, max_units), :]
+        rows = torch.cat([rows[..., evenly(rows.shape[-1], _WEIGHTS)], *vectors], dim=-1)
+        found[group.name] = rows[..., evenly(group.size, _UNITS), :]
     return found
 
 

@@ -26,21 +26,18 @@ class VectorDistances:
         energy: energy distance ``2 E|X - Y| - E|X - X'| - E|Y - Y'|``, an estimate without bias, about 0 for equal
             distributions.
         sliced_wasserstein: 2-Wasserstein distance of random projections, root of the mean square over them.
-        removed: what was removed, in words.
     """
 
     aligned_l2: float
     within: tuple[float, float]
     energy: float
     sliced_wasserstein: float
-    removed: str
 
 
 def vector_distances(
     x: Tensor,
     y: Tensor,
     *,
-    removed: str = "nothing",
     generator: torch.Generator | None = None,
     device: torch.device | None = None,
 ) -> VectorDistances:
@@ -51,7 +48,6 @@ def vector_distances(
     Args:
         x: vectors; they stay where they are, and 2**28 entries go to ``device`` at a time.
         y: vectors.
-        removed: what was removed, in words.
         generator: source of the directions of the projections; without one they cannot be repeated.
         device: where it is computed; without one where ``x`` is.
     """
@@ -65,7 +61,6 @@ def vector_distances(
         within=within,
         energy=2 * between - sum(within),
         sliced_wasserstein=float(_sliced_wasserstein(a, b, own_generator(generator), device)),
-        removed=removed,
     )
 
 

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.functional.discrepancy import (
-    BANDWIDTH_SAMPLES,
     BANDWIDTHS,
     KERNELS,
     Level,
-    mmd_bandwidths,
-    pairwise_distances,
+    both_distances,
+    mean_kernel,
     part_of,
     require_same_names,
+    u_statistics,
     weight_vectors,
 )
-from tu_symmetry.metrics.functional.removal import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
@@ -34,7 +34,8 @@ from tu_symmetry.symmetry.randomness import own_generator
 from tu_symmetry.transfer import numbers
 
 Sizes = Literal["given", "equal"]
-Part = tuple[str, tuple[Tensor, Tensor]]  # name of a tensor or layer, L1 and L2 distances of all pairs
+# from the places of the networks that are kept of both sets to the distances of all pairs, for each tensor or layer
+Parts = Callable[[Tensor, Tensor], Iterator[tuple[Tensor, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,9 @@ def discrepancy_test(
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
     level: Level = "tensor",
-    sizes: Sizes = "given",
     permutations: int = 199,
     bootstraps: int = 200,
-    groups: tuple[Tensor | None, Tensor | None] = (None, None),
     generator: torch.Generator | None = None,
-    device: str | torch.device = "cpu",
     memory: int = 2**30,
 ) -> DiscrepancyTest:
     """:func:`~tu_symmetry.metrics.functional.network_discrepancy` with p-value and confidence interval.
@@ -92,8 +90,7 @@ def discrepancy_test(
     the *networks* are exchangeable; several from one run are not independent, and it then says that of the run.
 
     *Interval*: networks of both sets are drawn with replacement. A pair of equal draws counts nothing, so that each
-    replicate is an unbiased estimate as well. With ``groups`` whole runs are drawn, and pairs of two draws of one run
-    count nothing. Near zero, where the estimate is degenerate, the interval is too wide.
+    replicate is an unbiased estimate as well. Near zero, where the estimate is degenerate, the interval is too wide.
 
     *Networks that do not fit into memory* are given as stores. Each is read once for what brings it to its canonical
     form, then tensor after tensor, as many entries of all networks at a time as ``memory`` holds.
@@ -104,13 +101,9 @@ def discrepancy_test(
         graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`.
         removed: what is removed with a graph.
         level: what is one vector.
-        sizes: ``"equal"`` draws from the larger set as many networks as the smaller one has: a control, since the
-            spread of the estimate, not its mean, depends on the sizes.
         permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
         bootstraps: number of replicates; 0 for none, the interval is then NaN.
-        groups: for each set, the number of the run that each network comes from, ``(S,)`` and ``(T,)``.
         generator: source of all random choices; without one they cannot be repeated.
-        device: where distances between networks of stores are computed.
         memory: bytes of weights of stores that are held at a time.
 
     Raises:
@@ -118,15 +111,8 @@ def discrepancy_test(
         SymmetryError: states that the graph does not fit.
     """
     chosen = removal(removed) if graph is not None else None
-    options: dict[str, Any] = {
-        "removed": "nothing" if chosen is None else chosen.name,
-        "level": level,
-        "sizes": sizes,
-        "permutations": permutations,
-        "bootstraps": bootstraps,
-        "groups": groups,
-        "generator": generator,
-    }
+    options: dict[str, Any] = {"removed": "nothing" if chosen is None else chosen.name, "level": level}
+    options |= {"permutations": permutations, "bootstraps": bootstraps, "generator": generator}
     if isinstance(x, Mapping) and isinstance(y, Mapping):
         sets = [weight_vectors(s, graph=graph, removed=chosen or "paper", level=level) for s in (x, y)]
         require_same_names(*sets)
@@ -134,17 +120,22 @@ def discrepancy_test(
     if isinstance(x, Mapping) or isinstance(y, Mapping):
         raise ValueError("one set is a stack and the other a store: give both as stores, or both as stacks")
 
-    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
+    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         members = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
-        return _streamed(members, graph, chosen, level, torch.device(device), memory)
+        return _streamed(members, graph, chosen, level, memory)
 
     return _test((len(x), len(y)), parts, **options)
 
 
 def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: Any) -> DiscrepancyTest:
-    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by their names, with its own options."""
+    """:func:`discrepancy_test` of vectors ``(S, D)`` and ``(T, D)`` by their names, with the options of :func:`_test`.
 
-    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[Part]:
+    ``sizes="equal"`` draws from the larger set as many networks as the smaller one has: a control, since the spread of
+    the estimate, not its mean, depends on the sizes. ``groups`` has for each set the number of the run that each
+    network comes from: the interval then draws whole runs, and pairs of two draws of one run count nothing.
+    """
+
+    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         finite: dict[str, Tensor] = {}
         for name, own in x.items():
             if own.shape[1:] != y[name].shape[1:]:
@@ -152,7 +143,7 @@ def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: An
             dtype = torch.promote_types(torch.promote_types(own.dtype, y[name].dtype), torch.float32)
             pooled = torch.cat([own.to(dtype)[keep_x], y[name].to(own.device, dtype)[keep_y]])
             finite[name] = torch.isfinite(pooled).all()
-            yield name, (pairwise_distances(pooled, 1), pairwise_distances(pooled, 2))
+            yield both_distances(pooled)
         for name, flag in zip(finite, numbers(list(finite.values())), strict=True):
             if not flag:
                 raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
@@ -166,10 +157,9 @@ def _streamed(
     graph: SymmetryGraph | None,
     chosen: Removal | None,
     level: Level,
-    device: torch.device,
     memory: int,
-) -> Iterator[Part]:
-    """Distances between networks that are read one tensor at a time, for each tensor or layer."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Distances between networks that are read one tensor at a time."""
     elements = []
     first = members[0][0][members[0][1]]
     if graph is not None and chosen is not None:
@@ -193,36 +183,34 @@ def _streamed(
             for row, (held, i) in enumerate(members):
                 t = held.tensor(i, name)
                 if t.shape != shape:
-                    raise ValueError(
-                        f"{name!r} has the shape {tuple(t.shape)} in one network, {tuple(shape)} in another"
-                    )
+                    raise ValueError(f"{name!r} has the shapes {tuple(t.shape)} and {tuple(shape)} in two networks")
                 if graph is not None:
                     log_scale, permutation = elements[row]
                     t = permute_tensors(graph, permutation, scale_tensors(graph, log_scale, {name: t.float()}))[name]
                 if not torch.isfinite(t).all():
                     raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
                 block[row] = t.reshape(-1)[start:stop]
-            block = block.to(device)
             yield block
             del block  # before the next one is made; whoever takes them lets go of them likewise
 
     by_part: dict[str, list[str]] = {}
     for name in names:
         by_part.setdefault(part_of(name, level), []).append(name)
-    for part, own in by_part.items():
-        one = torch.zeros(len(members), len(members), dtype=torch.float64, device=device)
+    for own in by_part.values():
+        one = torch.zeros(len(members), len(members), dtype=torch.float64, device="cpu")
         two = torch.zeros_like(one)
         for name in own:
             for block in pieces(name):
-                one += pairwise_distances(block, 1)
-                two += pairwise_distances(block, 2).square_()
+                distances = both_distances(block)
+                one += distances[0]
+                two += distances[1].square_()
                 del block
-        yield part, (one, two.sqrt_())
+        yield one, two.sqrt_()
 
 
 def _test(
     counts: tuple[int, int],
-    parts: Callable[[Tensor, Tensor], Iterator[Part]],
+    parts: Parts,
     *,
     removed: str = "nothing",
     level: Level = "tensor",
@@ -239,32 +227,25 @@ def _test(
         raise ValueError(
             f"the sets hold {counts[0]} and {counts[1]} networks; a discrepancy needs at least two of each"
         )
-    generator = own_generator(generator)
-    kept = _kept(*counts, sizes, generator)
-    runs = _chosen_groups(groups, kept, counts)
+    source = own_generator(generator)
+    kept = _kept(counts, sizes, source)
+    runs = [_runs(own, keep, count) for own, keep, count in zip(groups, kept, counts, strict=True)]
     count_x, count_y = map(len, kept)
     observed = torch.zeros(count_x + count_y, 2, dtype=torch.float64, device="cpu")
     observed[:count_x, 0] = observed[count_x:, 1] = 1
-    relabeled = torch.stack(
-        [torch.randperm(len(observed), generator=generator, device=generator.device).cpu() for _ in range(permutations)]
-    )
-    drawn = _bootstrap_weights(runs, bootstraps, generator)
-    count, total = 0, torch.zeros((), dtype=torch.float64, device="cpu")
-    for _, matrices in parts(*kept):
-        mean = torch.zeros_like(matrices[0])
-        for matrix, power in zip(matrices, KERNELS.values(), strict=True):
-            between = matrix[:count_x, count_x:][:BANDWIDTH_SAMPLES, :BANDWIDTH_SAMPLES]
-            for b in mmd_bandwidths(between):
-                mean += (-((matrix / b) ** power)).exp_().fill_diagonal_(0)
-        mean /= BANDWIDTHS * len(KERNELS)
-        total = total.to(mean.device) + mean
-        count += 1
-    if not count:
+    relabeled = torch.stack([_permuted(len(observed), source) for _ in range(permutations)])
+    drawn = _bootstrap_weights(runs, bootstraps, source)
+    kernels, total = 0, torch.zeros((), dtype=torch.float64, device="cpu")
+    for distances in parts(*kept):
+        kernel = mean_kernel(distances, count_x)
+        total = total.to(kernel.device) + kernel
+        kernels += 1
+    if not kernels:
         raise ValueError("there is nothing to compare: no tensors")
-    overall = total / count
+    overall = total / kernels
 
-    def statistics(weights: Tensor, runs: Tensor | None = None) -> Tensor:
-        return _u_statistics(overall, weights.to(overall.device), runs).cpu()
+    def statistics(weights: Tensor, own: Tensor | None = None) -> Tensor:
+        return u_statistics(overall, weights.to(overall.device), own).cpu()
 
     value = float(statistics(observed)[0])
     null = statistics(observed[relabeled].movedim(0, 1).reshape(len(observed), -1))
@@ -279,42 +260,23 @@ def _test(
         interval=interval,
         sizes=(count_x, count_y),
         aggregation=(
-            f"mean over {count} {words} of the mean over {len(KERNELS) * BANDWIDTHS} kernels "
+            f"mean over {kernels} {words} of the mean over {len(KERNELS) * BANDWIDTHS} kernels "
             f"({', '.join(KERNELS)}, {BANDWIDTHS} bandwidths each)"
         ),
         removed=removed,
     )
 
 
-def _u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) -> Tensor:
-    """U-statistics for many pairs of weights: ``(N, 2 K)``, two columns for each, over a kernel with zero diagonal.
-
-    With weights 0 and 1 this is the usual one; with multiplicities, the mean over pairs of different networks. With
-    ``runs`` ``(N,)``, whose networks have equal weights, pairs of two draws of one run are left out as pairs of two
-    draws of one network are: drawn ``m`` times, a run of ``n`` networks has ``m n (n - 1)`` pairs within, not ``m n (m
-    n - 1)``.
-    """
-    w = weights.view(len(kernel), -1, 2)
-    a, b = w[..., 0], w[..., 1]
-    ka, kb = kernel @ a, kernel @ b
-    runs = torch.arange(len(kernel), device=kernel.device) if runs is None else runs.to(kernel.device)
-    same = (runs.unsqueeze(1) == runs).to(kernel)
-    alike, sizes = (kernel * same).sum(1, keepdim=True), same.sum(1, keepdim=True)  # sums over the own run, (N, 1)
-
-    def within(x: Tensor, kx: Tensor) -> Tensor:
-        pairs = x.sum(0).square() - (x.square() * sizes).sum(0) + (x * (sizes - 1)).sum(0)
-        return ((x * kx).sum(0) - ((x.square() - x) * alike).sum(0)) / pairs
-
-    # no network is in both sets
-    return within(a, ka) + within(b, kb) - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))
+def _permuted(count: int, source: torch.Generator) -> Tensor:
+    return torch.randperm(count, generator=source, device=source.device).cpu()
 
 
-def _bootstrap_weights(groups: Sequence[Tensor], draws: int, generator: torch.Generator) -> Tensor:
+def _bootstrap_weights(groups: Sequence[Tensor], draws: int, source: torch.Generator) -> Tensor:
     """Multiplicities ``(N, 2 draws)`` of all networks when whole runs of each set are drawn with replacement."""
     columns = []
     for runs in groups:
         numbers, index = runs.unique(return_inverse=True)
-        chosen = torch.randint(len(numbers), (draws, len(numbers)), generator=generator, device=generator.device).cpu()
+        chosen = torch.randint(len(numbers), (draws, len(numbers)), generator=source, device=source.device).cpu()
         times = torch.zeros(draws, len(numbers), dtype=torch.float64, device="cpu")
         times.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
         columns.append(times[:, index].T)
@@ -324,26 +286,20 @@ def _bootstrap_weights(groups: Sequence[Tensor], draws: int, generator: torch.Ge
     return made.flatten(1)
 
 
-def _kept(count_x: int, count_y: int, sizes: Sizes, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _kept(counts: tuple[int, int], sizes: Sizes, source: torch.Generator) -> list[Tensor]:
+    """The places of the networks of each set that are compared."""
     if sizes not in ("given", "equal"):
         raise ValueError(f"sizes must be 'given' or 'equal', got {sizes!r}")
-    if sizes == "given" or count_x == count_y:
-        return torch.arange(count_x, device="cpu"), torch.arange(count_y, device="cpu")
-    least = min(count_x, count_y)
-    drawn = [torch.randperm(n, generator=generator, device=generator.device).cpu()[:least] for n in (count_x, count_y)]
-    return drawn[0].sort().values, drawn[1].sort().values
+    if sizes == "given" or counts[0] == counts[1]:
+        return [torch.arange(count, device="cpu") for count in counts]
+    return [_permuted(count, source)[: min(counts)].sort().values for count in counts]
 
 
-def _chosen_groups(
-    groups: tuple[Tensor | None, Tensor | None], kept: tuple[Tensor, Tensor], counts: tuple[int, int]
-) -> list[Tensor]:
-    found = []
-    for runs, keep, count in zip(groups, kept, counts, strict=True):
-        if runs is not None and runs.shape != (count,):
-            raise ValueError(f"groups has the shape {tuple(runs.shape)} for {count} networks")
-        own = torch.arange(count, device="cpu") if runs is None else runs.cpu()
-        own = own[keep]
-        if len(own) and bool((own == own[0]).all()):  # one run: networks within it
-            own = torch.arange(len(own), device="cpu")
-        found.append(own)
-    return found
+def _runs(groups: Tensor | None, keep: Tensor, count: int) -> Tensor:
+    """The number of the run of each network that is kept; of one run each network is its own."""
+    if groups is None:
+        return keep
+    if groups.shape != (count,):
+        raise ValueError(f"groups has the shape {tuple(groups.shape)} for {count} networks")
+    own = groups.cpu()[keep]
+    return keep if bool((own == own[0]).all()) else own
