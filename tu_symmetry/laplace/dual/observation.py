@@ -48,25 +48,18 @@ class LinearObservation:
         return values if self.matrix is None else values @ self.matrix.to(values)
 
     def reduced(self) -> tuple[Tensor | None, Tensor | None]:
-        """``A = Q R`` with at most as many rows of ``R`` as there are outputs; None stands for the identity.
+        """``A = Q R``, float64 on the CPU, with at most as many rows of ``R`` as outputs; None stands for the identity.
 
-        With more measurements than outputs, ``A F A^T + v I`` acts as ``v`` on what is orthogonal to the range of
-        ``A``, which the evidence accounts for in closed form. ``Q`` has orthonormal columns. Float64 on the CPU.
+        ``Q`` has orthonormal columns. What is orthogonal to the range of ``A`` has variance ``v`` in ``A F A^T + v I``.
         """
         if self.matrix is None:
             return None, None
         matrix = self.matrix.double().cpu()
         return torch.linalg.qr(matrix) if len(matrix) > matrix.shape[1] else (None, matrix)
 
-    def pseudo_inverse_variance(self, outputs: int, rank: int) -> float:
-        """Mean variance of the outputs when unit noise is mapped back by the pseudo-inverse of a rank."""
-        matrix = torch.eye(outputs, device="cpu") if self.matrix is None else self.matrix.cpu()
-        values = torch.linalg.svdvals(matrix.double())[:rank]
-        return float((values[values > values[0] * 1e-12] ** -2).sum() / outputs)
-
 
 def require_measurements(values: Any) -> Tensor:
-    """Measurements that are finite real numbers."""
+    """Measurements that are finite real numbers, in one vector."""
     if not isinstance(values, Tensor) or not values.is_floating_point():
         raise TypeError("measurements have to be a tensor of real numbers")
     wrong = int((~torch.isfinite(values)).sum())
@@ -75,4 +68,4 @@ def require_measurements(values: Any) -> Tensor:
             f"{wrong} of {values.numel()} measurements are NaN or infinite; leave dead detector bins out of the "
             "measurements and their rows out of the observation"
         )
-    return values
+    return values.detach().reshape(-1)
