@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
-from tu_symmetry.laplace import DualLaplace, IsotropicPrior, KernelPrior, LinearObservation
+from tu_symmetry.laplace import DualLaplace, IsotropicPrior, KernelPrior
 from tu_symmetry.laplace.dual.priors import StructuredPrior
 
 SHAPE = (5, 4)
@@ -43,7 +43,7 @@ class Case:
     x: Tensor
     y: Tensor
     matrix: Tensor
-    observation: LinearObservation
+    observation: Tensor | None
     jacobian: Tensor  # [d, size], of the priors' parameters in the model's order
     theta: Tensor
     outputs: Tensor
@@ -97,7 +97,7 @@ def case(values: int | None = 7, still: int = 0) -> Case:
     matrix = torch.eye(20, dtype=torch.float64) if values is None else normal(values, 20)
     y = matrix @ torch.rand(20, generator=generator, dtype=torch.float64) + 0.3 * normal(len(matrix))
     return Case(
-        model, x, y, matrix, LinearObservation(None if values is None else matrix),
+        model, x, y, matrix, None if values is None else matrix,
         torch.cat([t.reshape(20, -1) for t in found.values()], dim=1).detach(),
         torch.cat([t.reshape(-1) for t in weights.values()]), model(x).detach().reshape(-1),
     )  # fmt: skip

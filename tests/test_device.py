@@ -153,7 +153,7 @@ def dual(x: Tensor, y: Tensor, device: Any) -> Any:
     model.load_state_dict({n: (t * 0 + 0.1).cumsum(0).sin() for n, t in model.state_dict().items()})
     images, matrix = x[:4].reshape(1, 1, 5, 4), x[:24].reshape(6, 20)
     prior = tus.laplace.KernelPrior(["0.weight", "2.weight"], name="kernels")
-    found = tus.laplace.DualLaplace(model, structured=[prior], observation=tus.laplace.LinearObservation(matrix))
+    found = tus.laplace.DualLaplace(model, structured=[prior], observation=matrix)
     found.fit([(images, x[:1, :1].expand(1, 6))]).optimize_evidence(
         hyperprior=tus.laplace.TotalVariation((5, 4), weight=0.1)
     )

@@ -152,7 +152,7 @@ def test_laplace_products(waits: Waits) -> None:
     counts = []
     for size in (20, 5):
         loader = list(zip(x.split(size), y.split(size), strict=True))
-        read = TrainingData(tangent, Categorical(), loader, budget=0, most=0)
+        read = TrainingData(tangent, Categorical(), loader, budget=0)
         counts.append(waits(lambda read=read: read.push(vector)) / len(loader))  # type: ignore[misc]
     assert counts[0] == counts[1] <= 4
 

@@ -144,7 +144,6 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "DeepImagePriorRoutine": lambda p: tus.routines.DeepImagePriorRoutine(plain()),
     "SWAG": lambda p: SWAG(plain(), cycle_start=0, cycle_length=1),
     "Hyperprior": lambda p: tus.laplace.Hyperprior(),
-    "LinearObservation": lambda p: tus.laplace.LinearObservation(torch.eye(3)),
     "IsotropicPrior": lambda p: tus.laplace.IsotropicPrior(["0.weight"]),
     "KernelPrior": lambda p: tus.laplace.KernelPrior(["0.weight"]),
     "TotalVariation": lambda p: tus.laplace.TotalVariation((4, 4), 1.0),

@@ -17,7 +17,6 @@ from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
-from tu_symmetry.laplace.dual.observation import LinearObservation
 from tu_symmetry.laplace.dual.optimize import DualOptimizer
 from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
 from tu_symmetry.laplace.dual.sampled import SampledEvidence
@@ -170,7 +169,7 @@ def linearized_posterior(
         clean = operator @ found.problem.truth[index].double().reshape(-1)
         true_noise.append(float((found.problem.noise[index] * clean.abs().mean()) ** 2))
         gain, network = noise_gain(operator), network.to(on)
-        la = DualLaplace(network, structured=unet_priors(network), observation=LinearObservation(operator.to(on)))
+        la = DualLaplace(network, structured=unet_priors(network), observation=operator.to(on))
         la.fit([(x.to(on), y.to(on).unsqueeze(0))])
         start, none = la.phi, torch.zeros(operator.shape[1], operator.shape[1], dtype=torch.float64, device="cpu")
         mean = la.outputs
@@ -275,7 +274,7 @@ def sampled_posterior(
         priors = [prior.resolve(shapes) for prior in unet_priors(network)]
         taken = {name for prior in priors for name in prior.parameters}
         tangent = FlatTangentModel(network, [name for name in shapes if name in taken])
-        observed = ObservedTangent(tangent, x.to(on, dtype), LinearObservation(operator.to(on, dtype)))
+        observed = ObservedTangent(tangent, x.to(on, dtype), operator.to(on, dtype))
         evidence = SampledEvidence(observed, priors, y, **options)
         truth = found.problem.truth[index].double()
         gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen
-from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks
+from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks, parse_all
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed
@@ -133,7 +133,7 @@ def compute_bands(
         reach: the grid spans ``[-reach, reach]``.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
-    jobs |= {text: Choice.parse(text, ("map", "tangent_mode")) for text in choices}
+    jobs |= {choice.key: choice for choice in parse_all(choices)}
     state = {name: t.double() if t.is_floating_point() else t for name, t in last_weights(network).items()}
     model = model.double().eval()
     model.load_state_dict(state)
@@ -143,7 +143,8 @@ def compute_bands(
     digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
     parts = Parts(out / "parts", [digest, data.noise, curvature, points, reach])
 
-    def fitted(choice: Choice) -> LinearizedLaplace:
+    def band(job: float | Choice) -> dict[str, Any]:
+        choice = job if isinstance(job, Choice) else Choice("map", "single")
         la = LinearizedLaplace(
             model,
             "regression",
@@ -154,15 +155,12 @@ def compute_bands(
             parameters=model.matrices,
             noise_variance=data.noise**2,
         )
-        return la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
-
-    def band(job: float | Choice) -> dict[str, Any]:
-        la, converged = fitted(job if isinstance(job, Choice) else Choice("map", "single")), True
+        la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
         if isinstance(job, Choice):
             converged = chosen(la, job, Settings(tolerance=1e-4, mode_tolerance=1e-3)).converged
-        else:
-            la.set_precision(job)
-        return _measured(la, data, grid) | {"converged": converged}
+            return _measured(la, data, grid) | {"converged": converged}
+        la.set_precision(job)
+        return _measured(la, data, grid) | {"converged": True}
 
     rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
     with torch.no_grad():
@@ -190,10 +188,7 @@ def _measured(la: LinearizedLaplace, data: CurveDataModule, grid: Tensor) -> dic
         "inside": float(test.epistemic.mean().sqrt()),
         "gap": float(middle.epistemic.sqrt()),
         "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
-        "groups": {
-            row.name: {"precision": row.precision, "gamma": row.gamma, "size": row.size, "pruned": row.pruned}
-            for row in la.report()
-        },
+        "groups": {g.name: {"precision": g.precision, "gamma": g.gamma, "pruned": g.pruned} for g in la.report()},
         "mean": band.mean[:, 0],
         "epistemic": band.epistemic[:, 0].sqrt(),
     }
@@ -220,12 +215,15 @@ def bands_table(rows: Found, title: str) -> Grid:
         texts = (f"{g['precision']:.3g} ({g['gamma']:.1f}{', pruned' if g['pruned'] else ''})" for g in groups)
         return ", ".join(texts)
 
-    columns = {
-        "λ (effective directions)": precisions,
-        "test NLL": lambda row: f"{row['nll']:.3f}{marks([row])}",
-        "covered": lambda row: f"{100 * row['coverage']:.1f} %{marks([row])}",
-        "spread on data": lambda row: f"{row['inside']:.3g}{marks([row])}",
-        "spread in gap": lambda row: f"{row['gap']:.3g}{marks([row])}",
+    numbers = {
+        "test NLL": ("nll", "{:.3f}"),
+        "covered": ("coverage", "{:.1%}"),
+        "spread on data": ("inside", "{:.3g}"),
+        "spread in gap": ("gap", "{:.3g}"),
+    }
+    columns: dict[str, Any] = {"λ (effective directions)": precisions} | {
+        name: lambda row, key=key, form=form: form.format(row[key]).replace("%", " %") + marks([row])
+        for name, (key, form) in numbers.items()
     }
     caption = (
         "Several λ: first layer, second layer, last layer. NLL in nats; covered: targets within the 95 % band (with "

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from tu_symmetry.laplace.dual.observation import LinearObservation
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 
@@ -53,22 +52,44 @@ def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotange
     return torch.cat([found[name].detach().reshape(len(cotangents), -1) for name in tangent.names], dim=1)
 
 
+def require_observation(matrix: Tensor | None, outputs: Tensor) -> Tensor:
+    """``A`` ``[values, outputs]`` in the place and dtype of the outputs ``[outputs]``; the identity for None."""
+    if matrix is None:
+        return torch.eye(len(outputs), device="cpu").to(outputs)
+    shape = tuple(matrix.shape)
+    if not matrix.is_floating_point() or matrix.ndim != 2 or shape[1] != len(outputs) or not matrix.isfinite().all():
+        raise ValueError(
+            f"the observation has to be a matrix of finite real numbers [values, {len(outputs)} outputs], got "
+            f"{matrix.dtype} of shape {shape}: an operator of another image size, or one that has to be transposed?"
+        )
+    return matrix.detach().to(outputs)
+
+
+def require_measurements(measurements: Tensor, matrix: Tensor) -> Tensor:
+    """``y``, in the place and dtype of ``A``: one finite real number for each of its rows."""
+    if not measurements.is_floating_point() or measurements.numel() != len(matrix):
+        raise ValueError(f"{len(matrix)} measurements have to be real numbers, got {tuple(measurements.shape)}")
+    if wrong := int((~torch.isfinite(measurements)).sum()):
+        raise ValueError(
+            f"{wrong} of {len(matrix)} measurements are NaN or infinite; leave dead detector bins out of the "
+            "measurements and their rows out of the observation"
+        )
+    return measurements.detach().reshape(-1).to(matrix)
+
+
 class ObservedTangent:
     """``A J`` of one batch of inputs and its transpose, matrix-free: what the sampling-based evidence works on."""
 
-    def __init__(self, tangent: TangentModel, inputs: Any, observation: LinearObservation | None = None) -> None:
-        self.tangent, self.inputs = tangent, inputs
-        self.observation = LinearObservation() if observation is None else observation
+    def __init__(self, tangent: TangentModel, inputs: Any, matrix: Tensor | None = None) -> None:
+        self.tangent, self.inputs, self.size = tangent, inputs, tangent.size
         with evaluating(tangent.model):
             self._outputs = tangent.outputs(inputs)
         self.base = self._outputs.reshape(-1)
-        self.size = tangent.size
-        self.values = self.base.numel() if self.observation.matrix is None else len(self.observation.matrix)
-        self.observation.check_sizes(self.base.numel(), self.values)
+        self.matrix = require_observation(matrix, self.base)
 
     def forward(self, vectors: Tensor) -> Tensor:
         """``A J v``: ``[count, size] -> [count, values]``."""
-        return self.observation.forward(self.unobserved(vectors))
+        return self.unobserved(vectors) @ self.matrix.mT
 
     def unobserved(self, vectors: Tensor) -> Tensor:
         """``J v``: ``[count, size] -> [count, outputs]``."""
@@ -77,7 +98,7 @@ class ObservedTangent:
 
     def adjoint(self, values: Tensor) -> Tensor:
         """``J^T A^T u``: ``[count, values] -> [count, size]``."""
-        back = self.observation.adjoint(values).view(-1, *self._outputs.shape)
+        back = (values @ self.matrix).view(-1, *self._outputs.shape)
         with evaluating(self.tangent.model), torch.enable_grad():
             pullback = vjp(self.tangent.function(self.inputs), self.tangent.parameters())[1]
             return _gradients(self.tangent, pullback, back)

@@ -23,8 +23,7 @@ from tu_symmetry.laplace.checks import require_module, require_weights
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.definite import cholesky
 from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
-from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian
-from tu_symmetry.laplace.dual.observation import LinearObservation, require_measurements
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian, require_measurements, require_observation
 from tu_symmetry.laplace.dual.optimize import DualOptimizer, DualResult, optimize
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
@@ -102,7 +101,8 @@ class DualLaplace:
         model: the trained network, with outputs of any shape; it has to keep its weights and its device.
         structured: priors of disjoint blocks of weights (:class:`KernelPrior`, :class:`IsotropicPrior`); all other
             weights are fixed.
-        observation: that of all training outputs together, flattened; None to measure the outputs themselves.
+        observation: ``A`` ``[values, outputs]`` of all training outputs together, flattened; None to measure the
+            outputs themselves.
         evaluate_at: where the evidence is evaluated, ``map`` (the trained weights) or ``tangent_mode``; it may be set
             after the fit, too.
 
@@ -121,14 +121,13 @@ class DualLaplace:
         model: nn.Module,
         *,
         structured: Sequence[StructuredPrior],
-        observation: LinearObservation | None = None,
+        observation: Tensor | None = None,
         evaluate_at: EvaluateAt = "tangent_mode",
     ) -> None:
         require_module(model)
         if not structured:
             raise ValueError("structured=[] names no weights: nothing would be uncertain")
-        self.model, self.evaluate_at = model, evaluate_at
-        self.observation = LinearObservation() if observation is None else observation
+        self.model, self.observation, self.evaluate_at = model, observation, evaluate_at
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         resolved = [own.resolve(shapes) for own in structured]
         taken = [name for own in resolved for name in own.parameters]
@@ -141,8 +140,7 @@ class DualLaplace:
         """Take the Jacobian of all training outputs, and keep what the evidence needs of it.
 
         Args:
-            train_loader: one batch ``[(inputs, targets)]``. Without an observation targets have the outputs' shape;
-                with one they are all measurements.
+            train_loader: one batch ``[(inputs, measurements)]``.
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
@@ -153,9 +151,8 @@ class DualLaplace:
         ((self._inputs, targets),) = read
         with evaluating(self.model):
             found, self._shape = self.tangent.outputs(self._inputs), self._outputs(self._inputs).shape
-        self.observation.check_sizes(found.numel(), targets.numel())
-        if self.observation.matrix is None and len(targets) != len(found):
-            raise ValueError(f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(self._shape)}")
+        matrix = require_observation(self.observation, found.reshape(-1).double())
+        y = require_measurements(targets, matrix)
         kernels = 8 * found.numel() ** 2 * (sum(len(p.basis) for p in self.blocks.values()) + 8)
         require_memory(
             max(kernels, 16 * found.numel() * self.tangent.size),
@@ -164,15 +161,14 @@ class DualLaplace:
             "take fewer training outputs. For problems of this size use tu_symmetry.laplace.SampledEvidence, which "
             "multiplies with the Jacobian and never stores it, or LinearizedLaplace",
         )
-        self._keep(jacobian(self.tangent, self._inputs), found, require_measurements(targets))
+        self._keep(jacobian(self.tangent, self._inputs), found, matrix, y)
         self._fingerprint = self.tangent.fingerprint()
         self.phi = self.initial()
         return self
 
-    def _keep(self, rows: Tensor, outputs: Tensor, measurements: Tensor) -> None:
+    def _keep(self, rows: Tensor, outputs: Tensor, matrix: Tensor, y: Tensor) -> None:
         """What the evidence needs of the network, whatever the hyperparameters."""
         self.outputs = f = outputs.detach().double().reshape(-1)
-        y = measurements.double().to(f)
         linear = torch.zeros_like(f)  # J theta~
         self.kernels: dict[str, Tensor] = {}  # block to M, [R, d, d]
         self._seconds: dict[str, Tensor] = {}  # block to sum_i t_i t_i^T over the patterns of its trained weights
@@ -184,16 +180,14 @@ class DualLaplace:
             self._seconds[name] = (t.mT @ t).cpu()
             linear += own.flatten(1) @ t.reshape(-1)
         self._values, self._scale = y.numel(), float(y.square().mean())
-        basis, self._rows = (None if t is None else t.to(f) for t in self.observation.reduced())
-        self._residual_squares = float((y - self.observation.forward(f)).square().sum())
-        target = y - self.observation.forward(f - linear)
-        self._target = target if basis is None else basis.mT @ target
-        # what no output can explain, orthogonal to the range of A
-        self._outside = 0.0 if basis is None else float((target - basis @ self._target).square().sum())
-        observed = list(self.kernels.values())
-        if self._rows is not None:
-            r = self._rows
-            observed = [torch.stack([r @ matrix @ r.mT for matrix in kernels]) for kernels in observed]
+        self._residual_squares = float((y - f @ matrix.mT).square().sum())
+        self._target, self._rows, self._outside = y - (f - linear) @ matrix.mT, matrix, 0.0
+        if len(matrix) > len(f):  # what no output can explain, orthogonal to the range of A = Q R, has variance v
+            basis, self._rows = (part.to(f) for part in torch.linalg.qr(matrix.cpu()))
+            target, self._target = self._target, basis.mT @ self._target
+            self._outside = float((target - basis @ self._target).square().sum())
+        r = self._rows
+        observed = [torch.stack([r @ own @ r.mT for own in kernels]) for kernels in self.kernels.values()]
         self._observed = torch.cat(observed)
         self._size = self._observed.shape[-1]
 
@@ -324,7 +318,7 @@ class DualLaplace:
             prior = cross = self.prior_covariance(self.phi)
         else:
             mean, prior, cross = self._joint(inputs)
-        white = torch.linalg.solve_triangular(self._root(self.phi), self._seen(cross).mT, upper=False)
+        white = torch.linalg.solve_triangular(self._root(self.phi), self._rows @ cross.mT, upper=False)
         found = prior - white.mT @ white
         return DualPredictive(mean, (found + found.mT) / 2)
 
@@ -345,9 +339,9 @@ class DualLaplace:
         values, vectors = torch.linalg.eigh(covariance)  # it may be singular
         drawn = (normal(len(covariance)) * values.clamp(min=0).sqrt()) @ vectors.mT
         if not prior:
-            seen = self._seen(drawn) + math.sqrt(self.noise_variance) * normal(self._size)
+            seen = drawn @ self._rows.mT + math.sqrt(self.noise_variance) * normal(self._size)
             weights = torch.cholesky_solve(seen.unsqueeze(-1), self._root(self.phi)).squeeze(-1)
-            drawn = drawn - weights @ self._seen(covariance).mT
+            drawn = drawn - weights @ (covariance @ self._rows.mT).mT
         return (self.outputs + drawn).view(num_samples, *self._shape)
 
     def prior_covariance(self, phi: Tensor) -> Tensor:
@@ -386,9 +380,6 @@ class DualLaplace:
                 "variances, or leave out measurements that repeat others"
             )
         return root
-
-    def _seen(self, outputs: Tensor) -> Tensor:
-        return outputs if self._rows is None else outputs @ self._rows.mT
 
     @torch.no_grad()
     def _outputs(self, inputs: Any) -> Tensor:

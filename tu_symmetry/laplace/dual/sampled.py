@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
-from tu_symmetry.laplace.dual.jacobian import ObservedTangent
-from tu_symmetry.laplace.dual.observation import require_measurements
+from tu_symmetry.laplace.dual.jacobian import ObservedTangent, require_measurements
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
 
 Product = Callable[[Tensor], Tensor]
@@ -137,10 +136,9 @@ class SampledEvidence:
         point = operator.tangent.point()
         self.like, self.count = point[:1], num_samples
         self.rank, self.tolerance, self.max_iterations = rank, tolerance, max_iterations
-        y = require_measurements(measurements).to(point)
-        operator.observation.check_sizes(len(operator.base), len(y))
-        residual = y - operator.observation.forward(operator.base.unsqueeze(0))[0]
-        self.target = residual + operator.forward(point.unsqueeze(0))[0]
+        self.values = len(operator.matrix)
+        y = require_measurements(measurements, operator.matrix)
+        self.target = y - operator.matrix @ operator.base + operator.forward(point.unsqueeze(0))[0]
 
     def _kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """``A J S J^T A^T u`` for ``[count, m]``."""
@@ -152,7 +150,7 @@ class SampledEvidence:
             return None
         generator = torch.Generator().manual_seed(1)
         return nystrom_preconditioner(
-            lambda u: self._kernel(phi, u), self.operator.values, self.rank, noise, generator, self.like
+            lambda u: self._kernel(phi, u), self.values, self.rank, noise, generator, self.like
         )
 
     def _solve(
@@ -191,7 +189,7 @@ class SampledEvidence:
         generator = torch.Generator().manual_seed(seed)
         drawn, error = (
             torch.randn(count, n, generator=generator, dtype=self.like.dtype, device="cpu").to(self.like)
-            for n in (self.operator.size, self.operator.values)
+            for n in (self.operator.size, self.values)
         )
         prior = self.blocks.times("root", phi, drawn)
         right = self.operator.forward(prior) + math.sqrt(noise) * error
@@ -204,7 +202,7 @@ class SampledEvidence:
     ) -> tuple[dict[str, Tensor], float]:
         """Unbiased gradient of ``-log Z`` (at the tangent mode), by block in ``phi``, and in the log noise variance."""
         generator = torch.Generator().manual_seed(seed)
-        m = self.operator.values
+        m = self.values
         probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator, device="cpu") - 1).to(self.like)
         solved = self._solve(phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner)
         pulled = self.operator.adjoint(torch.cat([solved, probes]))
