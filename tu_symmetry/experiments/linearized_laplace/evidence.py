@@ -38,24 +38,6 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome, Parts
 
-CHOICES = (
-    "tangent_mode/single",
-    "tangent_mode/per_group",
-    "tangent_mode/per_group/flat",
-    "map/single",
-    "map/per_group",
-)
-KRONECKER_CHOICES = (
-    "map/single",
-    "map/per_group",
-    "map/per_group/flat",
-    "tangent_mode/single",
-    "tangent_mode/per_group",
-    "tangent_mode/per_group/flat",
-    "full/single",
-    "full/per_group",
-)
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -79,9 +61,6 @@ class Settings:
     num_samples: int = 500
     refreshes: int = 2
     stored_jacobian: bool = False
-
-
-DEFAULTS = Settings()
 
 
 @dataclass
@@ -117,46 +96,26 @@ class Trained:
 class StoredJacobian(TangentModel):
     """The tangent model with the Jacobian of every batch of a data set in memory: ``samples x outputs x size``.
 
-    Products with the stored batches are matrix products, an order of magnitude faster than automatic differentiation.
-    A batch is known by its place in memory, so it has to come from the same tensors again.
+    Products are matrix products, an order of magnitude faster than automatic differentiation. A batch is known by its
+    place in memory, so it has to come from the same tensors again.
     """
 
     joins = False  # a joined batch would have another place in memory
 
     def __init__(self, tangent: TangentModel, data: Iterable[Any]) -> None:
         super().__init__(tangent.model, tangent.names, class_axis=tangent.class_axis)
-        self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._kept: list[Tensor] = []  # while they live, nothing else has their places in memory
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # with the inputs, which keep their place
         for inputs, _ in data:
             with evaluating(tangent.model):
                 outputs = self.outputs(inputs)
                 parts = [jacobians(self, part, outputs.shape[1:]) for part in inputs.split(50)]
-            self._stored[self._key(inputs)] = outputs, torch.cat(parts)
-            self._kept.append(inputs)
-
-    @staticmethod
-    def _key(inputs: Tensor) -> tuple[int, int]:
-        return inputs.data_ptr(), len(inputs)
+            self._kept[inputs.data_ptr()] = inputs, outputs, torch.cat(parts)
 
     def linearize(self, inputs: Any) -> Linearization:
         """The stored Jacobian."""
-        outputs, jacobian = self._stored[self._key(inputs)]
-        return Linearization(
-            outputs, lambda vector: jacobian @ vector, lambda own: own.flatten() @ jacobian.flatten(0, 1)
-        )
-
-    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs, and the Jacobian times a flat vector, both ``[batch, outputs]``."""
-        if self._key(inputs) not in self._stored:
-            return super().jvp(inputs, vector)
-        own = self.linearize(inputs)
-        return own.outputs, own.push(vector)
-
-    def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """The transposed Jacobian times ``[batch, outputs]``, summed over the batch: a flat vector."""
-        if self._key(inputs) not in self._stored:
-            return super().vjp(inputs, cotangent)
-        return self.linearize(inputs).pull(cotangent)
+        _, outputs, jacobian = self._kept[inputs.data_ptr()]
+        rows = jacobian.flatten(0, 1)
+        return Linearization(outputs, lambda vector: jacobian @ vector, lambda cotangent: cotangent.flatten() @ rows)
 
 
 class OutputsAt(Categorical):
@@ -249,9 +208,11 @@ class Work:
 
     def retaken(self, la: LinearizedLaplace) -> LinearizedLaplace:
         """The same precisions and weights with the curvature at the outputs of the tangent model at theta*."""
-        fitted = la.fitted
-        pairs = [fitted.tangent.jvp(x, fitted.theta - fitted.tangent.point()) for x, _ in self.train]
-        network, change = (torch.cat(own) for own in zip(*pairs, strict=True))
+        fitted, pairs = la.fitted, []
+        for x, _ in self.train:
+            own = fitted.tangent.linearize(x)
+            pairs.append((own.outputs, own.push(fitted.theta - fitted.tangent.point())))
+        network, change = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         likelihood, whole = OutputsAt(network, network + change), fitted.curvature.whole
         blocks, summary = fit_curvature(
             fitted.tangent, likelihood, self.train, fitted.groups, fitted.options, whole=whole
@@ -306,8 +267,8 @@ def optimize_evidence(
     out: Path,
     networks: dict[str, Trained],
     data: ImageDataModule,
-    settings: Settings = DEFAULTS,
-    choices: Sequence[str] = CHOICES,
+    choices: Sequence[str],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """Choose precisions in every way for every network; test NLL, precisions and effective dimensions.
@@ -318,7 +279,7 @@ def optimize_evidence(
         choices: rows of the table, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no
             hyperprior.
     """
-    return all_rows(out, networks, data, settings, paper.parse_all(choices), device)
+    return all_rows(out, networks, data, paper.parse_all(choices), settings, device)
 
 
 def optimize_kronecker_evidence(
@@ -326,13 +287,13 @@ def optimize_kronecker_evidence(
     model: nn.Module,
     networks: Path,
     data: ImageDataModule,
-    settings: Settings = Settings(tolerance=0.05, mode_tolerance=1.0),
-    choices: Sequence[str] = KRONECKER_CHOICES,
+    choices: Sequence[str],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """The same of one architecture, and with choices ``full``, each after the ``tangent_mode`` one it starts from."""
     rows = read_choices(choices, settings.refreshes)
-    found = all_rows(out, {"network": Trained(model, networks)}, data, settings, rows, device)
+    found = all_rows(out, {"network": Trained(model, networks)}, data, rows, settings, device)
     own = {key: by_name["network"] for key, by_name in found.results["rows"].items()}
     alone = {key: found.results[key]["network"] for key in ("networks", "parameters")}
     return Outcome({"rows": own, "sizes": found.results["sizes"], **alone}, found.headline)
@@ -354,8 +315,8 @@ def all_rows(
     out: Path,
     networks: dict[str, Trained],
     data: ImageDataModule,
-    settings: Settings,
     choices: Sequence[Choice],
+    settings: Settings,
     device: str,
 ) -> Outcome:
     """Choice to name to the row of each network, kept in ``out/parts`` one by one."""

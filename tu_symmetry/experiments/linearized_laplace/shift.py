@@ -21,7 +21,7 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
-from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
 from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
@@ -31,9 +31,7 @@ from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
-CHOICES = ("map/single", "map/per_group", "tangent_mode/single", "tangent_mode/per_group")
 CALIBRATED = "/calibrated"  # behind a choice: with the temperature of the unrotated validation images
-ANGLES = tuple(range(0, 181, 30))
 COLUMNS = {  # titles of a table and of a column; scale and digits
     "nll": ("Test NLL (nats)", "NLL", 1, 3),
     "ece": ("Expected calibration error (%)", "ECE %", 100, 1),
@@ -63,9 +61,9 @@ def measure_rotations(
     out: Path,
     networks: Trained,
     data: ImageDataModule,
-    settings: Settings = DEFAULTS,
-    choices: Sequence[str] = CHOICES,
-    angles: Sequence[float] = ANGLES,
+    choices: Sequence[str],
+    angles: Sequence[float],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """Test NLL, accuracy and calibration error at every angle: of the networks, and of every choice of precisions.

@@ -30,13 +30,8 @@ from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
-CHOICES = (
-    "map/single",
-    "map/per_group",
-    "tangent_mode/single",
-    "tangent_mode/per_group",
-    "tangent_mode/per_group/flat",
-)
+REACH = 2.2  # the grid spans [-2.2, 2.2]
+POINTS = 241
 
 
 class ShiftedBatchNorm1d(nn.BatchNorm1d):
@@ -114,11 +109,9 @@ def compute_bands(
     model: BatchNormMLP,
     network: Path,
     data: CurveDataModule,
-    precisions: Sequence[float] = (100.0, 10.0, 5.0, 1.0, 0.1),
-    choices: Sequence[str] = CHOICES,
+    precisions: Sequence[float],
+    choices: Sequence[str],
     curvature: Literal["full", "kfac"] = "kfac",
-    points: int = 241,
-    reach: float = 2.2,
 ) -> Outcome:
     """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions.
 
@@ -130,7 +123,6 @@ def compute_bands(
         choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
             ``/flat`` for no hyperprior.
         curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
-        reach: the grid spans ``[-reach, reach]``.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
     jobs |= {choice.key: choice for choice in parse_all(choices)}
@@ -138,10 +130,10 @@ def compute_bands(
     model = model.double().eval()
     model.load_state_dict(state)
     graph = discover_symmetries(model, data.train.x[:4])
-    grid = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
+    grid = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64, device="cpu")
     own = [state[name] for name in sorted(state)]
     digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
-    parts = Parts(out / "parts", [digest, data.noise, curvature, points, reach])
+    parts = Parts(out / "parts", [digest, data.noise, curvature, POINTS, REACH])
 
     def band(job: float | Choice) -> dict[str, Any]:
         choice = job if isinstance(job, Choice) else Choice("map", "single")

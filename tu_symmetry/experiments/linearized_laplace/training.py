@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
-from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import Choice, Groups, Runs, Where
 from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.function_posterior import gaussian_samples
@@ -54,8 +54,8 @@ def measure_training(
     out: Path,
     networks: dict[str, Trained],
     data: ImageDataModule,
-    settings: Settings = DEFAULTS,
-    priors: Sequence[Groups] = get_args(Groups),
+    priors: Sequence[Groups],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """Distance of the two posteriors at every snapshot of every network, and how good network and predictives are.
