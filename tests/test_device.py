@@ -144,13 +144,11 @@ def dual(x: Tensor, y: Tensor, device: Any) -> Any:
     model = with_waves(model.to(device))
     images, matrix = x[:4].reshape(1, 1, 5, 4), x[:24].reshape(6, 20)
     prior = tus.laplace.KernelPrior(["0.weight", "2.weight"], name="kernels")
-    found = tus.laplace.DualLaplace(
-        model, structured=[prior], prior=None, observation=tus.laplace.LinearObservation(matrix)
-    )
+    found = tus.laplace.DualLaplace(model, structured=[prior], observation=matrix)
     found.fit([(images, x[:1, :1].expand(1, 6))]).optimize_evidence(
         hyperprior=tus.laplace.TotalVariation((5, 4), weight=0.1)
     )
-    return found.function_samples(images, 3)
+    return found.function_samples(3)
 
 
 def discrepancies(x: Tensor, y: Tensor, device: Any) -> Any:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.alignment.relaxation import RelaxedPair
-from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is, flip_and_shift
-from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
+from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, flip_and_shift
+from tu_symmetry.datamodules.tomography import measured, repeated, strip_projector
 from tu_symmetry.laplace.dual.priors import IsotropicPrior
 from tu_symmetry.laplace.joint.data import TrainingData
 from tu_symmetry.laplace.joint.informative import Informative, choose
@@ -165,7 +164,7 @@ def test_laplace_products(waits: Waits) -> None:
 
     def counted(batches: int) -> int:
         loader = list(zip(x.chunk(batches), y.chunk(batches), strict=True))
-        read = TrainingData(tangent, Categorical(), loader, budget=0, most=0)
+        read = TrainingData(tangent, Categorical(), loader, budget=0)
         return waits(lambda: read.push(vector)) // batches
 
     assert same(map(counted, (2, 8))) <= 4
@@ -177,9 +176,9 @@ def test_an_evaluation_of_a_dual_evidence(waits: Waits, evaluate_at: EvaluateAt,
     """Coefficients go there, whether the factor is good and the numbers of all blocks come back."""
     x, model = data()[0].double().to(CUDA), network(hidden).double().to(CUDA)
     blocks = [IsotropicPrior((name,), name=name) for name, _ in model.named_parameters()]
-    la = tus.laplace.DualLaplace(model, structured=blocks, prior=None, evaluate_at=evaluate_at)
+    la = tus.laplace.DualLaplace(model, structured=blocks, evaluate_at=evaluate_at)
     la.fit([(x, torch.randn(len(x), 3, dtype=torch.float64, device=CUDA))])
-    assert waits(lambda: la.evidence.value_and_gradient(la.phi)) <= 4
+    assert waits(lambda: la.value_and_gradient(la.phi)) <= 4
 
 
 def test_evaluations_of_the_joint_model(waits: Waits) -> None:
@@ -218,8 +217,7 @@ def test_steps_of_deep_image_priors(waits: Waits, max_iterations: Any) -> None:
             accelerator="gpu", devices=1, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5, log_every_n_steps=1000,
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        loader = DataLoader(_Repeated(problem, 100), batch_size=1, collate_fn=as_it_is)
-        return waits(lambda: own.fit(routine, loader))
+        return waits(lambda: own.fit(routine, repeated(problem, 100)))
 
     fit(5)
     assert fit(25) - fit(5) == 2 * 20

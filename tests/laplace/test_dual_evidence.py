@@ -1,47 +1,35 @@
-"""The dual evidence and posterior against dense formulas in weight space, float64."""
+"""``DualLaplace`` against dense formulas in weight space, and the full curvature of ``LinearizedLaplace``; float64."""
 
 import math
 from itertools import combinations
 
 import pytest
 import torch
-from dual_oracles import case, misses
+from dual_oracles import PHI, PRIORS, SHAPE, case, misses
+from laplace_oracles import data, jacobian, randomize
+from torch import nn
 from torch.distributions import MultivariateNormal
 
-from tu_symmetry.laplace.dual.evidence import (
-    BoundReachedWarning,
-    DualEvidence,
-    optimize,
-    pattern_kernels,
-    statistics,
-)
-from tu_symmetry.laplace.dual.observation import LinearObservation
-from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior
+import tu_symmetry as tus
+from tu_symmetry.laplace import DualLaplace, IsotropicPrior, KernelPrior
+from tu_symmetry.laplace.dual.laplace import gaussian_log_density, pattern_kernels
+from tu_symmetry.laplace.dual.optimize import BoundReachedWarning
 
-PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)  # log variance, log length scale; log variance; noise
 SIZES = [7, 20, 31, None]  # fewer measurements than outputs, as many, more; the outputs themselves
+EYE = torch.eye(20, dtype=torch.float64)
 
 
-def dense(own, evidence, phi=PHI):
-    s = own.prior_matrix(phi, evidence)
-    noise = math.exp(float(phi[-1]))
-    return s, noise, own.matrix @ own.jacobian
+def value(la, phi):
+    return la.value_and_gradient(phi)[0]
 
 
-@pytest.mark.parametrize("values", SIZES)
-def test_statistics_give_the_dense_kernel(values):
-    own = case(values)
-    evidence = own.evidence()
-    s, _, _ = dense(own, evidence)
-    expected = own.jacobian @ s @ own.jacobian.mT
-    assert torch.allclose(evidence.prior_covariance(PHI), expected, rtol=1e-12, atol=1e-13 * float(expected.max()))
-    assert torch.allclose(evidence.statistics.linear, own.jacobian @ own.theta, rtol=1e-12, atol=1e-13)
+def network():
+    return randomize(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)))
 
 
 @pytest.mark.parametrize("k", [(3,), (3, 3), (2, 3), (5, 5), (2, 2, 2)])
 def test_pattern_kernels_of_any_grid(k):
-    shape = (2, 3, *k)
-    prior = KernelPrior(("w",)).resolve({"w": shape})
+    prior = KernelPrior(("w",)).resolve({"w": (2, 3, *k)})
     generator = torch.Generator().manual_seed(1)
     patterns = torch.randn(4, 6, prior.pattern, generator=generator, dtype=torch.float64)
     expected = torch.einsum("anp,rpq,bnq->rab", patterns, prior.basis, patterns)
@@ -50,151 +38,175 @@ def test_pattern_kernels_of_any_grid(k):
 
 
 @pytest.mark.parametrize("values", SIZES)
-def test_map_evidence_is_the_formula(values):
+def test_evidence_and_covariances_are_those_of_weight_space(values):
     own = case(values)
-    evidence = own.evidence("map")
-    s, noise, aj = dense(own, evidence)
-    m = len(own.y)
+    la = own.fitted("map")
+    s, aj = own.dense()
+    noise, m = math.exp(float(PHI[-1])), len(own.y)
+    prior = own.jacobian @ s @ own.jacobian.mT
+    assert torch.allclose(la.prior_covariance(PHI), prior, rtol=1e-12, atol=1e-13 * float(prior.max()))
+    h = torch.linalg.inv(s) + aj.mT @ aj / noise
+    posterior = own.jacobian @ torch.linalg.solve(h, own.jacobian.mT)
+    found = la.predictive()
+    assert torch.allclose(found.covariance, posterior, rtol=0, atol=1e-8 * float(posterior.max()))
+    assert found.mean.shape == found.variance.shape == (1, 1, *SHAPE)
+    assert torch.equal(found.mean.reshape(-1), own.outputs)
     k = aj @ s @ aj.mT + noise * torch.eye(m, dtype=torch.float64)
     residual = own.y - own.matrix @ own.outputs
-    expected = 0.5 * (
-        torch.logdet(k) + residual @ residual / noise + own.theta @ torch.linalg.solve(s, own.theta)
-        + m * math.log(2 * math.pi)
-    )  # fmt: skip
-    assert evidence.value(PHI) == pytest.approx(float(expected), rel=1e-10)
-
-
-@pytest.mark.parametrize("values", SIZES)
-def test_tangent_evidence_is_the_marginal_density(values):
-    own = case(values)
-    evidence = own.evidence("tangent_mode")
-    s, noise, aj = dense(own, evidence)
-    m = len(own.y)
-    k = aj @ s @ aj.mT + noise * torch.eye(m, dtype=torch.float64)
-    shifted = own.y - own.matrix @ (own.outputs - own.jacobian @ own.theta)
-    expected = -MultivariateNormal(torch.zeros(m, dtype=torch.float64), (k + k.mT) / 2).log_prob(shifted)
-    assert evidence.value(PHI) == pytest.approx(float(expected), rel=1e-9)
-    # and in weight space: -log p(y, theta*) - log of the posterior's normalizer
-    h = torch.linalg.inv(s) + aj.mT @ aj / noise
-    mode = torch.linalg.solve(h, aj.mT @ shifted / noise)
+    fit = residual @ residual / noise + own.theta @ torch.linalg.solve(s, own.theta)
+    expected = 0.5 * (torch.logdet(k) + fit + m * math.log(2 * math.pi))
+    assert la.log_marginal_likelihood() == pytest.approx(-float(expected), rel=1e-10)
+    la.evaluate_at = "tangent_mode"
+    shifted = residual + aj @ own.theta
+    density = MultivariateNormal(torch.zeros(m, dtype=torch.float64), (k + k.mT) / 2).log_prob(shifted)
+    assert la.log_marginal_likelihood() == pytest.approx(float(density), rel=1e-9)
+    mode = torch.linalg.solve(h, aj.mT @ shifted / noise)  # log p(y, theta*) and the posterior's normalizer
     error = shifted - aj @ mode
-    weights = 0.5 * (
-        error @ error / noise + mode @ torch.linalg.solve(s, mode) + torch.logdet(s) + torch.logdet(h)
-        + m * math.log(2 * math.pi * noise)
-    )  # fmt: skip
-    assert evidence.value(PHI) == pytest.approx(float(weights), rel=1e-8)
+    fit = error @ error / noise + mode @ torch.linalg.solve(s, mode)
+    weights = 0.5 * (fit + torch.logdet(s) + torch.logdet(h) + m * math.log(2 * math.pi * noise))
+    assert la.log_marginal_likelihood() == pytest.approx(-float(weights), rel=1e-8)
+    la.evaluate_at = "mode"
+    with pytest.raises(ValueError, match="is not known"):
+        la.log_marginal_likelihood()
 
 
 @pytest.mark.parametrize("values", SIZES)
 @pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
 def test_gradients_against_central_differences(values, evaluate_at):
-    evidence = case(values).evidence(evaluate_at)
-    _, gradient = evidence.value_and_gradient(PHI)
-    for i in range(len(PHI)):
-        step = torch.zeros_like(PHI)
-        step[i] = 1e-5
-        slope = (evidence.value(PHI + step) - evidence.value(PHI - step)) / 2e-5
-        assert float(gradient[i]) == pytest.approx(slope, rel=1e-6, abs=1e-6), evidence.names[i]
-
-
-@pytest.mark.parametrize("values", SIZES)
-def test_predictive_covariance_equals_that_of_weight_space(values):
-    own = case(values)
-    evidence = own.evidence()
-    s, noise, aj = dense(own, evidence)
-    h = torch.linalg.inv(s) + aj.mT @ aj / noise
-    expected = own.jacobian @ torch.linalg.solve(h, own.jacobian.mT)
-    assert torch.allclose(evidence.posterior_covariance(PHI), expected, rtol=0, atol=1e-8 * float(expected.max()))
+    la = case(values).fitted(evaluate_at)
+    gradient = la.value_and_gradient(PHI)[1]
+    for i, step in enumerate(1e-5 * torch.eye(4, dtype=torch.float64)):
+        slope = (value(la, PHI + step) - value(la, PHI - step)) / 2e-5
+        assert float(gradient[i]) == pytest.approx(slope, rel=1e-6, abs=1e-6), la.names[i]
 
 
 def test_samples_have_the_covariances():
-    evidence = case(7).evidence()
-    for prior, expected in ((True, evidence.prior_covariance(PHI)), (False, evidence.posterior_covariance(PHI))):
-        drawn = evidence.deviations(PHI, 20_000, torch.Generator().manual_seed(3), prior=prior)
-        assert 0.5 < misses(drawn, expected) <= 4.5
+    la = case(7).fitted()
+    for prior, expected in ((True, la.prior_covariance(PHI)), (False, la.predictive().covariance)):
+        drawn = la.function_samples(20_000, seed=3, prior=prior)
+        assert drawn.shape == (20_000, 1, 1, *SHAPE)
+        assert 0.5 < misses(drawn - la.predictive().mean, expected) <= 4.5
 
 
 def test_lbfgs_is_no_worse_than_adam():
-    evidence = case(7).evidence()
-    start = evidence.initial()
-    found = optimize(evidence, start)
-    adam = optimize(evidence, start, optimizer="adam", num_steps=1500)
-    assert found.converged and found.objective <= adam.objective + 1e-3
-    assert len(found.history) < 200
-    gradient = evidence.value_and_gradient(found.phi)[1]
-    limits = torch.tensor(evidence.bounds(), dtype=torch.float64)
-    inside = ((found.phi - limits[:, 0]) > 1e-6) & ((limits[:, 1] - found.phi) > 1e-6)
-    assert float(gradient[inside].abs().max()) < 1e-3
+    found, adam = case(7).fitted(), case(7).fitted()
+    found.phi = adam.phi = found.initial()
+    best = found.optimize_evidence()
+    assert best.converged and best.objective <= adam.optimize_evidence(optimizer="adam").objective + 1e-3
+    assert len(best.history) < 200
+    limits = torch.tensor(found.bounds(), dtype=torch.float64)
+    inside = ((best.phi - limits[:, 0]) > 1e-6) & ((limits[:, 1] - best.phi) > 1e-6)
+    assert float(found.value_and_gradient(best.phi)[1][inside].abs().max()) < 1e-3
 
 
 def test_a_bound_is_named():
     own = case(7)
-    shapes = {n: tuple(p.shape) for n, p in own.model.named_parameters()}
-    narrow = KernelPrior(("a.weight", "b.weight"), name="ab", variance=5.0, variance_bounds=(4.0, 6.0)).resolve(shapes)
-    own.priors = (narrow, own.priors[1])
+    narrow = KernelPrior(("a.weight", "b.weight"), name="ab", variance=5.0, variance_bounds=(4.0, 6.0))
+    own.priors = (narrow, PRIORS[1])
     with pytest.warns(BoundReachedWarning, match=r"ab\.log_variance"):
-        optimize(own.evidence(), own.evidence().initial())
+        own.fitted().optimize_evidence()
 
 
-@pytest.mark.parametrize("prior", [
-    KernelPrior(("w",), lengthscale=0.7).resolve({"w": (2, 3, 3, 3)}),
-    IsotropicPrior(("w",), variance=0.3).resolve({"w": (54,)}),
-])  # fmt: skip
-def test_products_and_roots(prior):
-    phi = prior.initial() + 0.1
-    blocks = torch.block_diag(*[prior.covariance(phi)] * (54 // prior.pattern))
-    v = torch.randn(2, 54, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    assert torch.allclose(prior.product(phi, v), v @ blocks)
-    root = prior.root_product(phi, torch.eye(54, dtype=torch.float64))
-    assert torch.allclose(root.mT @ root, blocks)
+@pytest.mark.parametrize("evaluate_at", ["map", "tangent_mode"])
+@pytest.mark.parametrize("prior", ["per_layer", "single"])
+def test_equals_the_full_curvature_with_isotropic_priors(evaluate_at, prior):
+    x, y = data(3, outputs=2, kind="regression", samples=6)
+    model = network()
+    full = tus.LinearizedLaplace(
+        model, "regression", curvature="full", prior=prior, evaluate_at=evaluate_at, noise_variance=0.3
+    ).fit([(x, y)])
+    precision = {name: 0.5 + i for i, name in enumerate(full.prior_groups.names)}
+    full.set_precision(precision)
+    if evaluate_at == "tangent_mode":
+        full.solve_mode(tolerance=1e-12)
+    blocks = [["0", "2", "4"]] if prior == "single" else [["0"], ["2"], ["4"]]
+    dual = DualLaplace(model, structured=[IsotropicPrior(own) for own in blocks], evaluate_at=evaluate_at)
+    variances = [*(1 / value for value in precision.values()), 0.3]
+    dual.fit([(x, y)]).phi = torch.tensor(variances, dtype=torch.float64).log()
+    assert [*dual.hyperparameters] == [*(f"{own[0]}.variance" for own in blocks), "noise_variance"]
+    assert dual.log_marginal_likelihood() == pytest.approx(full.log_marginal_likelihood(), rel=1e-8)
+    new = torch.randn(5, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    expected = full.predictive(new, covariance="exact")
+    found = dual.predictive(new)
+    assert torch.allclose(found.mean, expected.mean) and torch.allclose(found.variance, expected.epistemic)
+
+
+def test_predictive_of_new_inputs_is_the_gaussian_process():
+    x, y = data(3, outputs=2, kind="regression", samples=6)
+    model = network()
+    dual = DualLaplace(model, structured=[IsotropicPrior(["0", "2", "4"])]).fit([(x, y)])
+    dual.phi = torch.tensor([0.7, 0.2], dtype=torch.float64).log()
+    names = [name for name, _ in model.named_parameters()]
+    new = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    train, test = (jacobian(model, names, t).flatten(0, 1) for t in (x, new))
+    k = 0.7 * train @ train.mT + 0.2 * torch.eye(12, dtype=torch.float64)
+    expected = 0.7 * test @ test.mT - 0.49 * test @ train.mT @ torch.linalg.solve(k, train @ test.mT)
+    found = dual.predictive(new)
+    assert found.mean.shape == (4, 2) and torch.allclose(found.covariance, expected, atol=1e-10)
+    assert torch.allclose(dual.predictive(x).covariance, dual.predictive().covariance, atol=1e-9)
+
+
+def test_saturated_outputs_stay_without_variance():
+    own = case(7)
+    with torch.no_grad():
+        own.model.c.bias.fill_(800.0)  # the sigmoid is 1 everywhere, its slope 0
+    la = own.fitted()
+    la.optimize_evidence()
+    found = la.predictive()
+    assert torch.equal(found.variance, torch.zeros(1, 1, *SHAPE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="variance 0"):
+        gaussian_log_density(torch.zeros(20).double(), found.covariance)
+    error = torch.rand(20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    own = case(7).fitted().predictive().covariance
+    expected = MultivariateNormal(torch.zeros_like(error), own + 0.05 * EYE).log_prob(error)
+    assert gaussian_log_density(error, own, 0.05) == pytest.approx(float(expected), rel=1e-9)
 
 
 def test_singular_measurements_are_named():
     for kept, repeated in combinations(range(7), 2):  # each is singular, however its products are rounded
         own = case(7)
         own.matrix[repeated] = own.matrix[kept]
-        own.observation = LinearObservation(own.matrix)
-        evidence = own.evidence()
+        la = own.fitted()
         for phi in ([9.0, 0.0, 9.0, -60.0], [0.0, 0.0, 0.0, -60.0], [3.0, 1.0, -2.0, -50.0]):
             with pytest.raises(ValueError, match="noise variance"):
-                evidence.value(torch.tensor(phi, dtype=torch.float64))
-        assert math.isfinite(evidence.value(torch.tensor([0.0, 0.0, 0.0, -20.0], dtype=torch.float64)))
+                value(la, torch.tensor(phi, dtype=torch.float64))
+        assert math.isfinite(value(la, torch.tensor([0.0, 0.0, 0.0, -20.0], dtype=torch.float64)))
     with pytest.raises(ValueError, match="finite numbers"):
-        evidence.value(torch.full((4,), math.nan, dtype=torch.float64))
+        value(la, torch.full((4,), math.nan, dtype=torch.float64))
 
 
-def test_bad_measurements_operators_and_blocks():
-    own = case(7)
-    values = own.evidence().statistics
-    with pytest.raises(ValueError, match="NaN"):
-        DualEvidence(values, own.priors, torch.where(torch.arange(7) == 2, math.nan, own.y), own.observation)
-    with pytest.raises(ValueError, match="takes 19 outputs, the network gives 20"):
-        DualEvidence(values, own.priors, own.y, LinearObservation(own.matrix[:, :19]))
-    with pytest.raises(ValueError, match="7 values, but there are 6"):
-        DualEvidence(values, own.priors, own.y[:6], own.observation)
-    weights = {n: p.detach() for n, p in own.model.named_parameters()}
-    parts = {n: torch.zeros(20, *weights[n].shape, dtype=torch.float64) for n in own.names}
-    with pytest.raises(ValueError, match=r"says nothing about \['c.weight'\]"):
-        statistics(parts, weights, own.outputs, own.priors[:1])
-    with pytest.raises(ValueError, match="two blocks"):
-        statistics(parts, weights, own.outputs, (*own.priors, IsotropicPrior(("c.weight",), name="again")))
-    parts["c.weight"][0] = math.nan
-    with pytest.raises(ValueError, match="NaN"):
-        statistics(parts, weights, own.outputs, own.priors)
-    with pytest.raises(ValueError, match="kernel shape"):
-        KernelPrior(("a",)).resolve({"a.weight": (2, 3, 3, 3), "a.bias": (2,)})
-    with pytest.raises(ValueError, match="matches no parameter"):
-        KernelPrior(("z",)).resolve({"a.weight": (2, 3, 3, 3)})
-    with pytest.raises(ValueError, match="bounds"):
-        IsotropicPrior(("a",), variance=2.0, variance_bounds=(3.0, 4.0))
+def of(own, y=None, blocks=PRIORS, batches=1, matrix=None):
+    y = own.y.view(1, -1) if y is None else y
+    la = DualLaplace(own.model, structured=blocks, observation=own.matrix if matrix is None else matrix)
+    return la.fit([(own.x, y)] * batches)
 
 
-def test_observations():
-    a = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    pseudo = torch.linalg.pinv(a)
-    found = LinearObservation(a).pseudo_inverse_variance(6, 10)
-    assert found == pytest.approx(float((pseudo @ pseudo.mT).trace() / 6))
-    with pytest.raises(ValueError, match="NaN"):
-        LinearObservation(torch.full((2, 2), math.nan))
-    with pytest.raises(ValueError, match=r"\[values, outputs\]"):
-        LinearObservation(torch.ones(3))
+def changed(own):
+    la = own.fitted()
+    with torch.no_grad():
+        own.model.a.weight.add_(1)
+    return la.predictive()
+
+
+REFUSED = [
+    ("are NaN", lambda own: of(own, y=torch.full((1, 7), math.nan).double())),
+    (r"\[values, 20 outputs\], got .* \(7, 19\)", lambda own: of(own, matrix=own.matrix[:, :19])),
+    ("finite real numbers", lambda own: of(own, matrix=own.matrix * math.nan)),
+    ("7 measurements", lambda own: of(own, y=own.y[:6].view(1, -1))),
+    ("one batch", lambda own: of(own, batches=2)),
+    ("20 measurements", lambda own: DualLaplace(own.model, structured=PRIORS).fit([(own.x, own.y.view(1, 7))])),
+    ("two blocks", lambda own: of(own, blocks=(*PRIORS, IsotropicPrior(("c",), name="again")))),
+    ("same name", lambda own: of(own, blocks=(PRIORS[1], IsotropicPrior(("a.weight",), name="c")))),
+    ("nothing would be uncertain", lambda own: of(own, blocks=())),
+    ("kernel shape", lambda own: of(own, blocks=[KernelPrior(("a",))])),
+    ("matches no parameter", lambda own: of(own, blocks=[KernelPrior(("z",))])),
+    ("bounds", lambda own: IsotropicPrior(("a",), variance=2.0, variance_bounds=(3.0, 4.0))),
+    ("not been fitted", lambda own: DualLaplace(own.model, structured=PRIORS).log_marginal_likelihood()),
+    ("have changed", changed),
+]
+
+
+@pytest.mark.parametrize(("match", "call"), REFUSED, ids=[match for match, _ in REFUSED])
+def test_what_cannot_work_is_refused(match, call):
+    with pytest.raises((ValueError, RuntimeError), match=match):
+        call(case(7))

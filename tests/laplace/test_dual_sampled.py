@@ -4,34 +4,30 @@ import math
 
 import pytest
 import torch
-from dual_oracles import SHAPE, case, misses
+from dual_oracles import NOISE, PHI, SHAPE, case, misses
 
-from tu_symmetry.laplace.dual.evidence import optimize
-from tu_symmetry.laplace.dual.hyperpriors import TotalVariation, differences
+from tu_symmetry.laplace import SampledEvidence, TotalVariation
+from tu_symmetry.laplace.dual.hyperpriors import differences
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.sampled import (
-    SampledEvidence,
-    SampledStatistics,
     SolverWarning,
     conjugate_gradients,
     nystrom_preconditioner,
+    slopes_of,
 )
 
-PHI = torch.tensor([-0.4, 0.3, 0.2, -1.1], dtype=torch.float64)
-NOISE = math.exp(-1.1)
+BLOCKS = {"ab": PHI[:2], "c": PHI[2:3]}
 
 
 def sampled(own, *, matrix_free=False, **options):
-    operator = ObservedTangent(FlatTangentModel(own.model, own.names), [own.x], own.observation)
+    operator = ObservedTangent(FlatTangentModel(own.model, own.names), own.x, own.observation)
     if not matrix_free:  # many thousand products: by the dense matrix, to which the first test compares the operator
-        aj = own.matrix @ own.jacobian
+        aj, j = own.matrix @ own.jacobian, own.jacobian
         operator.forward, operator.adjoint = lambda v: v @ aj.mT, lambda u: u @ aj
+        operator.unobserved = lambda v: v @ j.mT
+    shapes = {n: tuple(p.shape) for n, p in own.model.named_parameters()}
     options = {"tolerance": 1e-12, "max_iterations": 200, "rank": 5, **options}
-    return SampledEvidence(operator, own.priors, own.y, **options)
-
-
-def blocks(own):
-    return own.evidence().split(PHI)[0]
+    return SampledEvidence(operator, [prior.resolve(shapes) for prior in own.priors], own.y, **options)
 
 
 def spd(n, seed=0, decay=0.7):
@@ -39,13 +35,17 @@ def spd(n, seed=0, decay=0.7):
     return (q * (100 * decay ** torch.arange(n, dtype=torch.float64))) @ q.mT
 
 
-def test_operator_and_its_transpose():
+def test_operator_and_its_transpose_and_products_with_the_prior():
     own = case(7)
-    operator = sampled(own, matrix_free=True).operator
+    found = sampled(own, matrix_free=True)
+    operator = found.operator
     v = torch.randn(3, operator.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u = torch.randn(3, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    aj = own.matrix @ own.jacobian
+    s, aj = own.dense()
     assert torch.allclose(operator.forward(v), v @ aj.mT) and torch.allclose(operator.adjoint(u), u @ aj)
+    assert torch.allclose(found.blocks.times("covariance", BLOCKS, v), v @ s)
+    root = found.blocks.times("root", BLOCKS, torch.eye(operator.size, dtype=torch.float64))
+    assert torch.allclose(root.mT @ root, s)
 
 
 def test_conjugate_gradients_solve_and_the_preconditioner_saves_products():
@@ -66,10 +66,9 @@ def test_conjugate_gradients_solve_and_the_preconditioner_saves_products():
     assert torch.allclose(fast.solution, exact, rtol=1e-5, atol=1e-5)
     full = nystrom_preconditioner(lambda u: u @ kernel, 60, 60, noise, torch.Generator().manual_seed(2), right)
     assert conjugate_gradients(product, right, preconditioner=full, tolerance=1e-6).iterations <= 5
-    with pytest.raises(ValueError, match="not positive definite"):
-        conjugate_gradients(lambda u: -u, right)
-    with pytest.raises(ValueError, match="not positive definite"):
-        conjugate_gradients(lambda u: u * math.nan, right)
+    for factor in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="not positive definite"):
+            conjugate_gradients(lambda u, factor=factor: u * factor, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -94,12 +93,9 @@ def test_a_preconditioner_of_an_operator_without_inverse_hangs_on_no_rounding(ra
 @pytest.mark.parametrize("values", [7, 31, None])
 def test_samples_are_those_of_the_weight_posterior(values):
     own = case(values)
-    found = sampled(own)
-    evidence = own.evidence()
-    s = own.prior_matrix(PHI, evidence)
-    aj = own.matrix @ own.jacobian
+    s, aj = own.dense()
     h = torch.linalg.inv(s) + aj.mT @ aj / NOISE
-    zeta, theta = found.samples(blocks(own), NOISE, count=20_000)
+    zeta, theta = sampled(own).samples(BLOCKS, NOISE, count=20_000)
     shifted = own.y - own.matrix @ (own.outputs - own.jacobian @ own.theta)
     assert torch.allclose(theta, torch.linalg.solve(h, aj.mT @ shifted / NOISE), atol=1e-6)
     assert misses(zeta, torch.linalg.inv(h)) < 5.5  # some 7,000 different entries
@@ -107,91 +103,76 @@ def test_samples_are_those_of_the_weight_posterior(values):
 
 def test_gradient_is_unbiased():
     own = case(7)
-    found = sampled(own, num_samples=8000)
-    _, exact = own.evidence("tangent_mode").value_and_gradient(PHI)
-    slopes, noise = found.gradient(blocks(own), NOISE)
-    joined = torch.cat([*slopes.values(), torch.tensor([noise])])
-    each = torch.stack([
-        torch.cat([*s.values(), torch.tensor([n])])
-        for s, n in (sampled(own, num_samples=400).gradient(blocks(own), NOISE, seed=i) for i in range(8))
-    ])  # fmt: skip
-    error = each.std(0) / math.sqrt(20)
-    assert bool(((joined - exact).abs() < 5 * error + 1e-9).all())
+    exact = own.fitted("tangent_mode").value_and_gradient(PHI)[1]
+
+    def gradient(count, seed=0):
+        slopes, noise = sampled(own, num_samples=count).gradient(BLOCKS, NOISE, seed=seed)
+        return torch.cat([*slopes.values(), torch.tensor([noise])])
+
+    error = torch.stack([gradient(400, seed) for seed in range(8)]).std(0) / math.sqrt(20)
+    assert bool(((gradient(8000) - exact).abs() < 5 * error + 1e-9).all())
+
+
+def joined(result):
+    noise = torch.tensor([math.log(result.noise_variance)], dtype=torch.float64)
+    return torch.cat([*result.phi.values(), noise])
 
 
 def test_adam_on_stochastic_gradients_reaches_the_dense_optimum():
     own = case(7)
-    dense = own.evidence("tangent_mode")
-    best = optimize(dense, dense.initial(0.5))
+    dense = own.fitted("tangent_mode")
+    start = dense.phi = dense.initial(0.5)
+    best = dense.optimize_evidence().objective
     found = sampled(own, num_samples=20, tolerance=1e-6, matrix_free=True)
     result = found.adam(noise_variance=0.5, num_steps=25, lr=0.2, decay_every=15, refresh_every=10)
-    phi = torch.cat([*result.phi.values(), torch.tensor([math.log(result.noise_variance)], dtype=torch.float64)])
-    assert dense.value(phi) < dense.value(dense.initial(0.5)) - 0.5 * (dense.value(dense.initial(0.5)) - best.objective)
+    first, last = (dense.value_and_gradient(phi)[0] for phi in (start, joined(result)))
+    assert last < first - 0.5 * (first - best)
 
 
 def test_unfinished_solves_and_bad_input_are_told():
     own = case(20)
     with pytest.warns(SolverWarning, match="max_iterations or rank"):
-        sampled(own, max_iterations=1, rank=0).samples(blocks(own), 1e-6, count=2)
-    with pytest.raises(ValueError, match="NaN"):
-        own.y[3] = math.nan
+        sampled(own, max_iterations=1, rank=0).samples(BLOCKS, 1e-6, count=2)
+    with pytest.raises(ValueError, match="says nothing about"):
+        own.priors = own.priors[:1]
         sampled(own)
-    with pytest.raises(ValueError, match="says nothing"):
-        broken = case(20)
-        broken.priors = broken.priors[:1]
-        sampled(broken)
-
-
-def estimated(own, num_probes):
-    evidence = sampled(own)
-    evidence.operator.unobserved = lambda v: v @ own.jacobian.mT  # the dense Jacobian, many products
-    return SampledStatistics(evidence, num_probes)
+    own = case(20)
+    own.y[3] = math.nan
+    with pytest.raises(ValueError, match="NaN"):
+        sampled(own)
 
 
 @pytest.mark.parametrize("name", ["ab", "c"])
 def test_variances_of_differences_are_estimated_without_bias(name):
     own, count = case(7), 800
-    first, second = differences(SHAPE, own.outputs.numel())
-    exact, _ = own.evidence().statistics.difference_variances(name, first, second)
-    prior = next(p for p in own.priors if p.name == name)
-    one, all_ = (estimated(own, n).difference_variances(name, first, second)[0] for n in (1, count))
+    places = differences(SHAPE, own.outputs.numel())
+    exact, _ = own.fitted().difference_variances(name, *places)
+    found = sampled(own)
+    prior = found.blocks[name]
+    one, all_ = (found.difference_variances(name, *places, num_probes=n)[0] for n in (1, count))
     for scale in (0.2, 3.0):  # whatever the hyperparameters, from the same estimates
         coefficients = prior.coefficients(scale * torch.ones(len(prior.hyperparameters), dtype=torch.float64))
         wanted = coefficients @ exact
-        few, many = coefficients @ one, coefficients @ all_
-        assert bool((few >= 0).all()), "an estimate of a variance is one"
-        assert bool(((many - wanted).abs() <= 4.5 * math.sqrt(2 / count) * wanted).all())
-    torch.testing.assert_close(own.outputs.reshape(-1), estimated(own, 1).outputs.reshape(-1))
-    with pytest.raises(ValueError, match="at least 1"):
-        estimated(own, 0)
+        assert bool((coefficients @ one >= 0).all()), "an estimate of a variance is one"
+        assert bool(((coefficients @ all_ - wanted).abs() <= 4.5 * math.sqrt(2 / count) * wanted).all())
 
 
 @pytest.mark.parametrize("jacobian_weight", [1.0, 0.3])
 def test_slopes_of_total_variation_are_those_of_the_dense_evidence(jacobian_weight):
-    """With exact variances in the place of estimates, so that nothing but rounding differs."""
-    own = case(7)
-    hyperprior = TotalVariation(SHAPE, 0.3, jacobian_weight)
-    dense, plain = (own.evidence(hyperprior=h).value_and_gradient(PHI)[1] for h in (hyperprior, None))
-    exact = own.evidence().split(dense - plain)[0]
-    kept = {}
-    found = sampled(own)._hyperprior_slopes(hyperprior, own.evidence().statistics, blocks(own), kept)
-    assert set(found) == {"ab"} and len(kept) == 1, "read once"
-    assert torch.allclose(found["ab"], exact["ab"], rtol=1e-9) and float(exact["ab"].abs().min()) > 1e-3
-    assert torch.equal(exact["c"], torch.zeros_like(exact["c"]))
+    la = case(7).fitted()
+    energy = la.energy(TotalVariation(SHAPE, 0.3, jacobian_weight))
+    exact = la.value_and_gradient(PHI, energy)[1] - la.value_and_gradient(PHI)[1]
+    found = slopes_of(energy, BLOCKS)
+    assert set(found) == {"ab"} and torch.equal(exact[2], torch.zeros(()).double())
+    assert torch.allclose(found["ab"], exact[:2], rtol=1e-9) and float(exact[:2].abs().min()) > 1e-3
 
 
 def test_adam_with_total_variation_goes_to_the_optimum_of_the_dense_evidence():
-    own = case(7)
-    hyperprior = TotalVariation(SHAPE, 2.0)
-    options = {"noise_variance": NOISE, "num_steps": 40, "lr": 0.1, "decay_every": 20}
+    own, hyperprior = case(7), TotalVariation(SHAPE, 2.0)
     evidence = sampled(own, num_samples=16, rank=0)
-    evidence.operator.unobserved = lambda v: v @ own.jacobian.mT
-    ways = {h: evidence.adam(hyperprior=h, hyperprior_probes=200, **options) for h in (None, hyperprior)}
-    total = own.evidence("tangent_mode", hyperprior=hyperprior)
-
-    def objective(result):
-        noise = torch.tensor([math.log(result.noise_variance)], dtype=torch.float64)
-        return total.value(torch.cat([*(result.phi[p.name] for p in own.priors), noise]))
-
-    assert objective(ways[hyperprior]) < objective(ways[None]) - 0.05
-    assert objective(ways[hyperprior]) < total.value(PHI)
+    options = {"noise_variance": NOISE, "num_steps": 40, "lr": 0.1, "decay_every": 20, "hyperprior_probes": 200}
+    dense = own.fitted("tangent_mode")
+    energy = dense.energy(hyperprior)
+    points = [joined(evidence.adam(hyperprior=own, **options)) for own in (None, hyperprior)]
+    plain, with_it, start = (dense.value_and_gradient(phi, energy)[0] for phi in (*points, PHI))
+    assert with_it < plain - 0.05 and with_it < start

@@ -27,20 +27,19 @@ from tu_symmetry.laplace.tangent import TangentModel, evaluating
 ALL = 1 << 30
 
 
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 2, groups=2),
-        nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(4, 3),
-    )  # fmt: skip
-
-
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (lambda: mlp(hidden=6), (4,)),
-    "convolutional": (convolutional, (2, 6, 6)),
+    "convolutional": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 2, groups=2), nn.GroupNorm(2, 4), nn.GELU(), nn.Flatten(), nn.Linear(4, 3),
+        ),
+        (2, 6, 6),
+    ),
     "attention": (lambda: SelfAttention(False), (5, 4)),
     "recurrent": (Recurrent, (5, 4)),
     "positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.SiLU(), nn.Linear(5, 3)), (6, 4)),
-}
+}  # fmt: skip
 
 
 def problem(name: str, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -63,17 +62,16 @@ def chunked(la: LinearizedLaplace) -> TrainingData:
         return TrainingData(la.tangent, la.likelihood, [(x[:half], y[:half]), (x[half:], y[half:])], budget=0)
 
 
-@pytest.mark.parametrize("where", ["kept", "run again", "read again"])
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_products_with_all_data_are_those_of_the_network(name: str, where: str) -> None:
+def test_products_with_all_data_are_those_of_the_network(name: str, kept: bool) -> None:
     model, x, y = problem(name, 11)
     la = LinearizedLaplace(model)
     loader = [(x[:4], y[:4]), (x[4:8], y[4:8]), (x[8:], y[8:])]
     tangent = TangentModel(model, la.tangent.names)
     with evaluating(model):
-        budget, most = ALL if where == "kept" else 0, 100 if where == "read again" else ALL
-        found = TrainingData(tangent, la.likelihood, loader, budget=budget, most=most)
-        assert (len(found.outputs), found.kept) == ((1, 1) if where == "kept" else (3, 0))
+        found = TrainingData(tangent, la.likelihood, loader, budget=ALL if kept else 0)
+        assert (len(found.outputs), found.kept) == ((1, 1) if kept else (3, 0))
         vector = torch.randn(tangent.size, dtype=torch.float64)
         outputs, expected = tangent.jvp(x, vector)
         cotangent = torch.randn_like(outputs)
@@ -173,7 +171,7 @@ def test_the_optimum_of_their_model_is_stationary_in_weights_and_precisions(kind
 def test_it_ends_at_one_stationary_point_with_rows_and_without(kind: str, options: dict[str, Any]) -> None:
     """The precisions are those of the weights; the gap says that the weights are the mode; falling all the way."""
     hyperprior, objectives, precisions = Hyperprior(std=0.5), [], []
-    for memory in (None, 0):  # 0: no gradients of informative observations, no linearizations, data read again
+    for memory in (None, 0):  # 0: no gradients of informative observations, no linearizations
         la, values = fit(kind, **options), list[float]()
 
         def note(info: dict[str, Any], values: list[float] = values) -> None:
@@ -218,22 +216,9 @@ def test_a_flat_hyperprior_prunes_groups_that_the_evidence_sends_to_infinity() -
         assert row.pruned == row.at_cap == (row.squared_norm < 1e-20)
 
 
-def test_data_beyond_the_memory_are_read_again_and_have_to_be_the_same() -> None:
+def test_other_data_than_those_of_the_fit_are_refused() -> None:
     la = fit()
     ((x, y),) = la.train_loader or []
-
-    class Shuffling:
-        def __init__(self) -> None:
-            self.passes = 0
-
-        def __iter__(self) -> Any:
-            self.passes += 1
-            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(self.passes))
-            return iter([(x[i], y[i]) for i in order.split(10)])
-
-    with pytest.raises(ValueError, match=r"does not shuffle, or raise memory"):
-        la.optimize_evidence(Shuffling(), memory=100)
-    assert la.optimize_evidence(Shuffling()).converged  # in memory after one pass
     with pytest.raises(ValueError, match="30 samples, and the loader now gives 20"):
         la.optimize_evidence([(x[:20], y[:20])])
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tu_symmetry import memory
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.laplace.dual.laplace import DualLaplace
+from tu_symmetry.laplace import DualLaplace, IsotropicPrior
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 GIB = 1 << 30
@@ -103,7 +103,7 @@ def test_kernels_of_the_dual_form(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, _ = problem()
     plant(monkeypatch, 5000)
     with pytest.raises(ValueError, match=r"training outputs and 243 weights.*SampledEvidence"):
-        DualLaplace(model).fit([(x, torch.randn(9, 3, dtype=torch.float64))])
+        DualLaplace(model, structured=[IsotropicPrior(["0", "2"])]).fit([(x, torch.randn(9, 3, dtype=torch.float64))])
 
 
 def test_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ import scipy.sparse
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from tu_symmetry.datamodules.loading import as_it_is
 from tu_symmetry.datamodules.readers import DataFileError, IDXName, read_idx_images
 
 _NARROW = 1e-3  # a projected pixel side below this is taken as this wide: an error of 1e-7
@@ -93,49 +93,41 @@ def back_projected(measurements: Tensor, operator: Tensor, num_angles: int, bin_
     return math.pi / num_angles * bin_width * (filtered.reshape(-1) @ operator)
 
 
-class _Repeated(Dataset[TomographyProblem]):
-    """The same problem at every step of an epoch."""
-
-    def __init__(self, problem: TomographyProblem, steps: int) -> None:
-        self.problem, self.steps = problem, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __getitem__(self, index: Any) -> TomographyProblem:
-        return self.problem
-
-    __getitems__ = __getitem__  # a whole batch
+def repeated(problem: TomographyProblem, steps: int) -> DataLoader[Any]:
+    """A loader whose batches are the whole problem, ``steps`` times."""
+    problems: Any = [problem] * steps
+    return DataLoader(problems, batch_size=1, collate_fn=itemgetter(0))
 
 
 class _ProblemDataModule(LightningDataModule):
-    """The whole problem at every step, ``steps_per_epoch`` times an epoch; it is copied to the device once."""
+    """The whole problem at every step, ``steps_per_epoch`` times an epoch; the routine copies it to the device once."""
+
+    problem: TomographyProblem | None = None
 
     def __init__(self, steps_per_epoch: int) -> None:
         super().__init__()
         if steps_per_epoch < 1:
             raise ValueError(f"steps_per_epoch={steps_per_epoch} has to be at least 1")
         self.steps_per_epoch = steps_per_epoch
-        self.problem: TomographyProblem | None = None
-        self._moved: TomographyProblem | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read and measure once."""
+        if self.problem is None:
+            self.problem = self.read()
+
+    def read(self) -> TomographyProblem:
+        """The problem."""
+        raise NotImplementedError
 
     def train_dataloader(self) -> DataLoader[Any]:
         """The whole problem, ``steps_per_epoch`` times."""
-        return self._loader(self.steps_per_epoch)
+        assert self.problem is not None
+        return repeated(self.problem, self.steps_per_epoch)
 
     def test_dataloader(self) -> DataLoader[Any]:
         """The whole problem, once."""
-        return self._loader(1)
-
-    def _loader(self, steps: int) -> DataLoader[Any]:
         assert self.problem is not None
-        return DataLoader(_Repeated(self.problem, steps), batch_size=1, collate_fn=as_it_is)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Copy the problem to the device once."""
-        if self._moved is None or self._moved.truth.device != device:
-            self._moved = batch.to(device)
-        return self._moved
+        return repeated(self.problem, 1)
 
 
 class TomographyDataModule(_ProblemDataModule):
@@ -180,14 +172,12 @@ class TomographyDataModule(_ProblemDataModule):
             raise ValueError(f"noise is a share of the mean measurement, at least 0; got {noise}")
         self.num_bins, self.bin_width = num_bins, bin_width
 
-    def setup(self, stage: str | None = None) -> None:
+    def read(self) -> TomographyProblem:
         """Read the images and measure them."""
-        if self.problem is not None:
-            return
         found = read_idx_images(self.root, self.dataset, "test").x
         if max(self.images) >= len(found):
             raise DataFileError(f"image {max(self.images)} is wanted, {self.dataset} has {len(found)} test images")
-        self.problem = measured(
+        return measured(
             found[self.images].double() / 255,
             self.images,
             {a: strip_projector(found.shape[-1], a, self.num_bins, self.bin_width) for a in self.num_angles},
@@ -221,10 +211,8 @@ class ScannedTomographyDataModule(_ProblemDataModule):
         super().__init__(steps_per_epoch)
         self.root, self.num_angles = Path(root), num_angles
 
-    def setup(self, stage: str | None = None) -> None:
+    def read(self) -> TomographyProblem:
         """Read the files."""
-        if self.problem is not None:
-            return
         folder = self.root / "walnut"
         lacking = [f"{folder / name}: {what}" for name, what in _WALNUT.items() if not (folder / name).is_file()]
         if lacking:
@@ -243,7 +231,7 @@ class ScannedTomographyDataModule(_ProblemDataModule):
         back = operator.T @ y
         seen = operator @ back
         back = back * float(seen @ y) / max(float(seen @ seen), 1e-300)
-        self.problem = TomographyProblem(
+        return TomographyProblem(
             truth=torch.from_numpy(truth.astype(np.float32))[None, None],
             operator=torch.from_numpy(operator.toarray().astype(np.float32))[None],
             measurements=torch.from_numpy(y.astype(np.float32))[None],
@@ -284,11 +272,10 @@ def measured(
                 clean = operator @ image.reshape(-1)
                 drawn = torch.from_numpy(np.random.default_rng(seed + number).normal(size=len(clean)))
                 y = clean + level * clean.abs().mean() * drawn
-                back = back_projected(y, operator, angles, bin_width).view(image.shape)
                 values = torch.zeros(most, device="cpu")
                 values[: len(y)] = y.float()
-                facts = (torch.tensor(fact, device="cpu") for fact in (len(y), number, angles))
-                count, image_number, num_angles = facts
+                back = back_projected(y, operator, angles, bin_width).view(image.shape).float()
+                count, own, seen = torch.tensor([len(y), number, angles], device="cpu")
                 share = torch.tensor(level, device="cpu").double()
-                rows.append((image.float(), padded, values, count, back.float(), image_number, num_angles, share))
+                rows.append((image.float(), padded, values, count, back, own, seen, share))
     return TomographyProblem(*(torch.stack(list(column)) for column in zip(*rows, strict=True)))

@@ -407,7 +407,7 @@ class LinearizedLaplace:
             tolerance: largest change of a log precision; None for 1e-6 in double precision, else 0.03.
             mode_tolerance: gradient norm of the weights in posterior standard deviations; 1e-6, or 0.2.
             memory: bytes for data, linearizations and gradients; None for 2 GiB, and more for networks of over a
-                million weights. Data that do not fit are read again in every pass.
+                million weights.
             progress: called after every pass over the data.
 
         Warns:

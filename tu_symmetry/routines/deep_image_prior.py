@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -134,9 +135,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
         self._given: TomographyProblem | None = None  # by the data module
         self._problem: TomographyProblem | None = None  # the same on the device
-        self._angles: list[int] = []
-        self._values: dict[str, tuple[list[Any], Tensor]] = {}
-        self._projection: _Projection | None = None
+        self._running: tuple[list[int], Tensor, Tensor] | None = None
 
     def network_states(self) -> list[States]:
         """The iterates of the lowest loss, which the reconstructions are of, as a list of state dicts (views)."""
@@ -160,16 +159,15 @@ class DeepImagePriorRoutine(StackedNetworks):
     def training_step(self, batch: TomographyProblem, batch_idx: int) -> Tensor:
         """The sum of the problems' losses, which gives every network its own gradient."""
         self._require(batch)
-        running = self._running()
+        running, operator = self._left(batch)
         parameters = {name: _rows(p, running) for name, p in self.members.named_parameters()}
         images = self._images(self.members, parameters, _rows(batch.back_projection, running))
-        images = images.to(batch.operator.dtype)  # from half precision under autocast
-        if self._projection is None or self._projection.running is not running:
-            self._projection = _Projection.of(batch.operator, running)
-        residuals = self._projection(images) - _rows(batch.measurements, running)
+        images = images.to(operator)  # from half precision under autocast
+        with torch.autocast(operator.device.type, enabled=False):  # which would round the measurements
+            seen = (operator @ images.flatten(1).unsqueeze(-1)).squeeze(-1)
+        residuals = seen - _rows(batch.measurements, running)
         losses = residuals.square().sum(1) / _rows(batch.counts, running)
-        weights = self._on_device("tv_weight", self._by_angles(self.tv_weight), losses.dtype)
-        losses = losses + _rows(weights, running) * total_variation(images).sum(1)
+        losses = losses + _rows(self._weights.to(losses), running) * total_variation(images).sum(1)
         self._keep(losses.detach(), running)
         trainer: Any = self.trainer  # which sets log_every_n_steps without declaring it
         if trainer.global_step % trainer.log_every_n_steps == 0:
@@ -182,23 +180,19 @@ class DeepImagePriorRoutine(StackedNetworks):
 
         return vmap(one, randomness="different")(parameters, x)
 
-    def _running(self) -> Tensor:
-        """Numbers of the problems whose iterations are not over; of all of them when there is none."""
-        left = [k for k, more in enumerate(self._open()) if more]
-        return self._on_device("running", left or list(range(self.num_problems)), torch.int64)
-
-    def _open(self) -> list[bool]:
-        """Whether the iterations of each problem are not over."""
-        if self.max_iterations is None:
-            return [True] * self.num_problems
-        return [self.trainer.global_step < limit for limit in self._by_angles(self.max_iterations)]
+    def _left(self, batch: TomographyProblem) -> tuple[Tensor, Tensor]:
+        """Numbers of the problems whose iterations are not over, or of all where none is left, and their operators."""
+        left = [k for k, limit in enumerate(self._limits) if self.trainer.global_step < limit]
+        left = left or list(range(self.num_problems))
+        if self._running is None or self._running[0] != left:  # a copy to the device waits for it
+            running = torch.tensor(left, device=batch.truth.device)
+            self._running = left, running, _rows(batch.operator, running)
+        return self._running[1:]
 
     @torch.no_grad()
     def _keep(self, losses: Tensor, running: Tensor) -> None:
         """Take over the weights of those ``running`` problems whose loss is the lowest so far."""
-        better = losses < self.best_loss[running]
-        if self.max_iterations is not None:
-            better &= self._on_device("open", self._open(), torch.bool)[running]
+        better = (losses < self.best_loss[running]) & (self.trainer.global_step < self._ends[running])
         finite, some = numbers([torch.isfinite(losses).all(), better.any()])
         if not finite:
             wrong = running[~torch.isfinite(losses)].tolist()
@@ -219,22 +213,8 @@ class DeepImagePriorRoutine(StackedNetworks):
         for p in self.members.parameters():
             p.clamp_(-_WEIGHT_LIMIT, _WEIGHT_LIMIT)
 
-    def _by_angles(self, values: Any) -> list[float]:
-        if not isinstance(values, dict):
-            return [float(values)] * len(self._angles)
-        lacking = sorted(set(self._angles) - values.keys())
-        if lacking:
-            raise ValueError(f"nothing is given for {lacking} angles, only for {sorted(values)}")
-        return [float(values[a]) for a in self._angles]
-
-    def _on_device(self, name: str, values: list[Any], dtype: torch.dtype) -> Tensor:
-        """Values of the problems as the same tensor for as long as they are the same: a copy waits for the device."""
-        if self._values.get(name, ([],))[0] != values:
-            assert self._problem is not None
-            self._values[name] = values, torch.tensor(values, dtype=dtype, device=self._problem.truth.device)
-        return self._values[name][1]
-
     def _require(self, batch: Any) -> None:
+        """Take a problem, with the weights and the ends that belong to its numbers of angles."""
         if self._problem is batch:
             return
         if not isinstance(batch, TomographyProblem) or len(batch) != self.num_problems:
@@ -243,8 +223,11 @@ class DeepImagePriorRoutine(StackedNetworks):
                 f"the data module gives {found} problems (images times angles times noises), but num_problems is "
                 f"{self.num_problems}"
             )
-        self._problem, self._given, self._projection, self._values = batch, batch, None, {}
-        self._angles = batch.num_angles.tolist()
+        self._problem, self._given, self._running = batch, batch, None
+        angles, device = batch.num_angles.tolist(), batch.truth.device
+        self._limits = _by_angles(math.inf if self.max_iterations is None else self.max_iterations, angles)
+        weights = _by_angles(self.tv_weight, angles)
+        self._weights, self._ends = torch.tensor([weights, self._limits], dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def reconstructions(self, batch: TomographyProblem) -> Tensor:
@@ -268,75 +251,30 @@ class DeepImagePriorRoutine(StackedNetworks):
         psnr, ssim = image_quality(self.reconstructions(batch), batch.truth)
         self.log_dict({"test/psnr": psnr.mean(), "test/ssim": ssim.mean()}, batch_size=len(batch))
 
-    def on_train_end(self) -> None:
-        """Write the reconstructions."""
-        if self._problem is not None:
-            self._write(self._problem)
-
     def on_fit_end(self) -> None:
-        """Write them where the fit was resumed at its end, which makes no step."""
-        loader = self.trainer.train_dataloader
-        if self._problem is None and loader is not None and bool(self.best_loss.isfinite().all()):
-            device = self.trainer.strategy.root_device
-            self.to(device)
-            self._write(next(iter(loader)).to(device))
-            self.cpu()
-
-    def _write(self, problem: TomographyProblem) -> None:
-        if self.out is not None and self.trainer.is_global_zero:
-            states = {name: t.detach() for name, t in self.best.state_dict().items()}
-            Reconstructions(states, self.reconstructions(problem), self.best_loss.detach(), problem).save(self.out)
-
-
-@dataclass(frozen=True)
-class _Projection:
-    """The operators of the problems that are running, as one sparse matrix with these as its blocks.
-
-    A line crosses few of the pixels. The transpose is kept too, since torch would make it anew for every gradient.
-    """
-
-    running: Tensor
-    forward: Tensor
-    adjoint: Tensor
-
-    @classmethod
-    def of(cls, operator: Tensor, running: Tensor) -> _Projection:
-        """From the dense operators ``[problems, m, d]``."""
-        chosen = operator[running]
-        block, row, column = chosen.nonzero(as_tuple=True)
-        values, (rows, columns) = chosen[block, row, column], chosen.shape[1:]
-        i, j = block * rows + row, block * columns + column
-        shape = (len(running) * rows, len(running) * columns)
-        return cls(running, _sparse_rows(i, j, values, shape), _sparse_rows(j, i, values, shape[::-1]))
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Measurements ``[running, m]`` of images ``[running, 1, height, width]``."""
-        found: Tensor = _Apply.apply(images.reshape(-1, 1), self.forward, self.adjoint)
-        return found.view(len(images), -1)
+        """Write the reconstructions; also of a fit that was resumed at its end, which makes no step."""
+        problem, loader = self._problem, self.trainer.train_dataloader
+        if problem is None and loader is not None:
+            problem = next(iter(loader))
+        whole = bool(self.best_loss.isfinite().all())
+        if self.out is None or problem is None or not whole or not self.trainer.is_global_zero:
+            return
+        device = self.trainer.strategy.root_device
+        self.to(device)
+        problem = problem.to(device)
+        states = {name: t.detach() for name, t in self.best.state_dict().items()}
+        Reconstructions(states, self.reconstructions(problem), self.best_loss.detach(), problem).save(self.out)
+        self.cpu()
 
 
-def _sparse_rows(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A matrix in compressed rows, with the 32-bit indices that the CPU's library takes without a copy."""
-    order = (rows * shape[1] + columns).argsort()
-    starts = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
-    starts[1:] = rows.bincount(minlength=shape[0]).cumsum(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, says torch
-        return torch.sparse_csr_tensor(starts, columns[order].int(), values[order], shape)
-
-
-class _Apply(torch.autograd.Function):
-    """A sparse matrix times a vector; its gradient is the transpose times a vector."""
-
-    @staticmethod
-    def forward(ctx: Any, vector: Tensor, matrix: Tensor, transpose: Tensor) -> Tensor:
-        ctx.transpose = transpose
-        with torch.autocast(vector.device.type, enabled=False):  # sparse products know no half precision
-            return matrix @ vector
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.transpose @ gradients[0], None, None
+def _by_angles(values: float | Mapping[int, float], angles: list[int]) -> list[float]:
+    """One value for all, or the values of these numbers of angles."""
+    if not isinstance(values, Mapping):
+        return [float(values)] * len(angles)
+    lacking = sorted(set(angles) - values.keys())
+    if lacking:
+        raise ValueError(f"nothing is given for {lacking} angles, only for {sorted(values)}")
+    return [float(values[a]) for a in angles]
 
 
 def _rows(stack: Tensor, chosen: Tensor) -> Tensor:

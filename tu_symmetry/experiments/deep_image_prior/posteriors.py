@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.files import write_safetensors
-from tu_symmetry.laplace.dual.evidence import DualOptimizer
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
-from tu_symmetry.laplace.dual.observation import LinearObservation
+from tu_symmetry.laplace.dual.optimize import DualOptimizer
 from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
 from tu_symmetry.laplace.dual.sampled import SampledEvidence
+from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
 from tu_symmetry.tables.outcome import Outcome
 
@@ -29,6 +28,8 @@ JITTER = 1e-6  # on every predictive covariance, as in the authors' code
 RANK = 100  # of the pseudo-inverse that maps noise to the image
 SMALLEST_VARIANCE = 1e-3  # of the prior: log variance >= -6.9
 ARRAYS = "arrays.safetensors"
+_SHOWN = 3  # samples that are kept for the figures
+_MASKS = 256  # networks with dropout at once
 
 DIP = "DIP (variance 1)"
 DIP_FITTED = "DIP (fitted variance)"
@@ -40,11 +41,13 @@ JOINT = "linearized (evidence at theta*)"
 ROWS = (DIP, DIP_FITTED, DROPOUT, EVIDENCE, TV_SEED, TV_CODE, JOINT)
 
 
-def unet_priors(model: UNet) -> tuple[StructuredPrior, ...]:
+def unet_priors(model: nn.Module) -> tuple[StructuredPrior, ...]:
     """A Gaussian process over the 3 x 3 offsets for each stage of the network, isotropic priors of 1 x 1 convolutions.
 
     Weights of convolutions only; biases and normalizations are fixed.
     """
+    if not isinstance(model, UNet):
+        raise TypeError(f"model is a {type(model).__name__}; the prior's blocks are those of a UNet")
     stages: dict[str, Any] = {"inc": model.inc}
     stages |= {f"down_{i}": stage for i, stage in enumerate(model.down)}
     stages |= {f"up_{i}": stage.conv for i, stage in enumerate(model.up)}
@@ -71,29 +74,29 @@ def one_problem(found: Reconstructions, index: int, model: nn.Module) -> tuple[n
     return own.double().eval(), x, operator, problem.measurements[index, :count].double()
 
 
-def _require_unet(model: nn.Module) -> None:
-    if not isinstance(model, UNet):
-        raise TypeError(f"model is a {type(model).__name__}; the prior's blocks are those of a UNet")
+def noise_gain(operator: Tensor) -> float:
+    """Mean variance of the pixels when unit noise is mapped back by the pseudo-inverse of rank 100."""
+    values = torch.linalg.svdvals(operator)[:RANK]
+    return float((values[values > values[0] * 1e-12] ** -2).sum() / operator.shape[1])
 
 
 def _hyperpriors(
-    found: Reconstructions, index: int, count: int, tv_weight: float | dict[int, float] | None, scale: float
+    found: Reconstructions, index: int, tv_weight: float | dict[int, float] | None, scale: float = 1.0
 ) -> dict[str, TotalVariation | None]:
     """Row to its hyperprior: none, and TV-PredCP in both readings of its Jacobian's weight."""
     ways: dict[str, TotalVariation | None] = {EVIDENCE: None}
     if tv_weight is None:
         return ways
     weight = tv_weight[int(found.problem.num_angles[index])] if isinstance(tv_weight, dict) else tv_weight
-    rate, (height, width) = scale * count * weight, found.images.shape[-2:]
-    shape = (int(height), int(width))
+    rate, shape = scale * int(found.problem.counts[index]) * weight, tuple(found.images.shape[-2:])
     return ways | {TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
 
 
 class _Rows:
     """What is kept for the table and the figures."""
 
-    def __init__(self, found: Reconstructions) -> None:
-        self.found = found
+    def __init__(self, reconstructions: Path) -> None:
+        self.found = Reconstructions.load(reconstructions)
         self.entries: list[dict[str, Any]] = []
         self.arrays: dict[str, Tensor] = {}
         self.histories: dict[str, dict[str, list[float]]] = {}
@@ -103,12 +106,11 @@ class _Rows:
         """Score one image: log-likelihood a pixel, PSNR, SSIM, and the normalized errors for the calibration."""
         problem = self.found.problem
         truth = problem.truth[index : index + 1].double()
-        mean, covariance = mean.cpu(), covariance.cpu()
-        error = (truth - mean.view(truth.shape)).reshape(-1)
-        density = gaussian_log_density(error, covariance, extra) / error.numel()
-        psnr, ssim = image_quality(mean.view(truth.shape), truth)
+        mean, covariance = mean.cpu().view(truth.shape), covariance.cpu()
+        error = (truth - mean).reshape(-1)
+        psnr, ssim = image_quality(mean, truth)
         deviation = (covariance.diagonal().clamp(min=0) + extra).sqrt()
-        self.keep(row, index, mean=mean.view(truth.shape[1:]), deviation=deviation.view(truth.shape[1:]))
+        self.keep(row, index, mean=mean[0], deviation=deviation.view(truth.shape[1:]))
         self.entries.append(
             {
                 "row": row,
@@ -116,7 +118,7 @@ class _Rows:
                 "image": int(problem.image[index]),
                 "num_angles": int(problem.num_angles[index]),
                 "noise": float(problem.noise[index]),
-                "log_likelihood": density,
+                "log_likelihood": gaussian_log_density(error, covariance, extra) / error.numel(),
                 "psnr": float(psnr[0]),
                 "ssim": float(ssim[0]),
                 "normalized_errors": (error / deviation).tolist(),
@@ -132,9 +134,11 @@ class _Rows:
         self.histories.setdefault(row, {})[str(index)] = history
         self.hyperparameters.setdefault(row, {})[str(index)] = hyperparameters
 
-    def save(self, out: Path) -> None:
+    def saved(self, out: Path, headline: str, **further: Any) -> Outcome:
+        """Write the images; everything else is the outcome."""
         out.mkdir(parents=True, exist_ok=True)
         write_safetensors(out / ARRAYS, self.arrays, {})
+        return Outcome({"rows": self.entries, **further}, f"{len(self.found)} posteriors {headline}")
 
 
 def linearized_posterior(
@@ -142,11 +146,9 @@ def linearized_posterior(
     reconstructions: Path,
     model: nn.Module,
     tv_weight: float | dict[int, float],
-    predcp_scale: float = 1.0,
     optimizer: DualOptimizer = "l-bfgs-b",
     num_steps: int = 1500,
     lr: float = 0.01,
-    num_samples: int = 3,
     joint: bool = False,
     device: str = "auto",
 ) -> Outcome:
@@ -155,74 +157,42 @@ def linearized_posterior(
     Args:
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
         tv_weight: weight of the training, one for all or number of angles to weight: the rate of the hyperprior is
-            ``predcp_scale * measurements * tv_weight``.
+            ``measurements * tv_weight``.
         num_steps: steps of Adam; the most of L-BFGS-B.
-        num_samples: posterior and prior samples that are kept for the figures.
         joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
             rows take it at the trained weights), the column U-Net of that paper's Table 1.
     """
-    _require_unet(model)
-    found, on = Reconstructions.load(reconstructions), chosen_device(device)
-    rows = _Rows(found)
-    timings: list[dict[str, float]] = []
+    rows, on = _Rows(reconstructions), chosen_device(device)
+    found, true_noise = rows.found, []
     for index in range(len(found)):
         network, x, operator, y = one_problem(found, index, model)
-        size = operator.shape[1]
-        noise_gain = LinearObservation(operator).pseudo_inverse_variance(size, RANK)
-        network, x, y = network.to(on), x.to(on), y.to(on)
-        started = time.perf_counter()
-        priors, observation = unet_priors(network), LinearObservation(operator.to(on))  # type: ignore[arg-type]
-        la = DualLaplace(network, structured=priors, prior=None, observation=observation, evaluate_at="map")
-        la.fit([(x, y.unsqueeze(0))])
-        fitted = time.perf_counter()
-        start, none = la.phi, torch.zeros(size, size, dtype=torch.float64, device="cpu")
-        mean = la.statistics.outputs
-        hyperpriors = _hyperpriors(found, index, len(y), tv_weight, predcp_scale)
-        ways = {row: (la, hyperprior) for row, hyperprior in hyperpriors.items()}
-        if joint:
-            ways[JOINT] = la.evaluated_at("tangent_mode"), None
-        rows.add(DIP, index, mean, none, noise_gain + JITTER)
-        for row, (la, hyperprior) in ways.items():
-            la.phi = start
+        clean = operator @ found.problem.truth[index].double().reshape(-1)
+        true_noise.append(float((found.problem.noise[index] * clean.abs().mean()) ** 2))
+        gain, network = noise_gain(operator), network.to(on)
+        la = DualLaplace(network, structured=unet_priors(network), observation=operator.to(on))
+        la.fit([(x.to(on), y.to(on).unsqueeze(0))])
+        start, none = la.phi, torch.zeros(operator.shape[1], operator.shape[1], dtype=torch.float64, device="cpu")
+        mean = la.outputs
+        rows.add(DIP, index, mean, none, gain + JITTER)
+        places: dict[str, EvaluateAt] = {JOINT: "tangent_mode"}
+        for row, hyperprior in (_hyperpriors(found, index, tv_weight) | ({JOINT: None} if joint else {})).items():
+            la.evaluate_at, la.phi = places.get(row, "map"), start
             result = la.optimize_evidence(hyperprior=hyperprior, optimizer=optimizer, num_steps=num_steps, lr=lr)
-            noise = la.noise_variance
-            extra = noise * noise_gain + JITTER
-            if row == EVIDENCE:
-                rows.add(DIP_FITTED, index, mean, none, extra, noise_variance=noise)
-            facts = {"noise_variance": noise, "log_evidence": la.log_marginal_likelihood()}
+            extra = la.noise_variance * gain + JITTER
+            facts = {"noise_variance": la.noise_variance, "log_evidence": la.log_marginal_likelihood()}
             facts |= {"converged": result.converged, "evaluations": len(result.history)}
+            if row == EVIDENCE:
+                rows.add(DIP_FITTED, index, mean, none, extra, noise_variance=la.noise_variance)
             rows.add(row, index, mean, la.predictive().covariance, extra, **facts)
             rows.fitted(row, index, result.history, la.hyperparameters)
-            rows.keep(row, index, samples=la.function_samples(None, num_samples)[:, 0])
-            rows.keep(row, index, prior=la.function_samples(None, num_samples, prior=True)[:, 0])
-        timings.append({"jacobian": fitted - started, "evidence": time.perf_counter() - fitted})
-    rows.save(out)
-    spent = sum(t["jacobian"] + t["evidence"] for t in timings)
-    content = {
-        "rows": rows.entries,
-        "histories": rows.histories,
-        "hyperparameters": rows.hyperparameters,
-        "seconds": timings,
-        "true_noise_variance": [_true_noise(found, index) for index in range(len(found))],
-    }
-    return Outcome(content, f"{len(found)} posteriors in {spent:.0f} s")
-
-
-def _true_noise(found: Reconstructions, index: int) -> float:
-    """The variance that the measurements of one problem were simulated with."""
-    problem, count = found.problem, int(found.problem.counts[index])
-    clean = problem.operator[index, :count].double() @ problem.truth[index].double().reshape(-1)
-    return float((problem.noise[index] * clean.abs().mean()) ** 2)
+            samples, prior = (la.function_samples(_SHOWN, prior=prior)[:, 0] for prior in (False, True))
+            rows.keep(row, index, samples=samples, prior=prior)
+    further = {"hyperparameters": rows.hyperparameters, "true_noise_variance": true_noise}
+    return rows.saved(out, "by the evidence", histories=rows.histories, **further)
 
 
 def dropout_posterior(
-    out: Path,
-    reconstructions: Path,
-    model: nn.Module,
-    num_samples: int = 16384,
-    batch_size: int = 256,
-    seed: int = 0,
-    device: str = "auto",
+    out: Path, reconstructions: Path, model: nn.Module, num_samples: int = 16384, device: str = "auto"
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
@@ -230,19 +200,17 @@ def dropout_posterior(
         reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine` of a network with dropout.
         num_samples: random masks; more than the image has pixels, for a covariance of full rank.
     """
-    found, on = Reconstructions.load(reconstructions), chosen_device(device)
-    size = found.images[0].numel()
+    rows, on = _Rows(reconstructions), chosen_device(device)
+    found, size = rows.found, rows.found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
-    rows = _Rows(found)
     for index in range(len(found)):
         network, x, operator, _ = one_problem(found, index, model)
         network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
         drawn = []
         with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(seed + index)
-            for start in range(0, num_samples, batch_size):
-                count = min(batch_size, num_samples - start)
+            torch.manual_seed(index)
+            for count in _parts(num_samples, _MASKS):
                 drawn.append(network(x.expand(count, -1, -1, -1)).flatten(1).double())
         samples = torch.cat(drawn)
         if float(samples.std(0).max()) <= 1e3 * torch.finfo(torch.float32).eps * float(samples.abs().max()):
@@ -250,11 +218,14 @@ def dropout_posterior(
         mean = samples.mean(0)
         centered = samples - mean
         covariance = centered.mT @ centered / (num_samples - 1)
-        gain = LinearObservation(operator).pseudo_inverse_variance(size, RANK)
-        rows.add(DROPOUT, index, mean, covariance, gain + JITTER, mean_deviation=math.sqrt(gain))
-        rows.keep(DROPOUT, index, samples=samples[:3].view(-1, *found.images.shape[1:]))
-    rows.save(out)
-    return Outcome({"rows": rows.entries}, f"{len(found)} posteriors of {num_samples} masks")
+        rows.add(DROPOUT, index, mean, covariance, noise_gain(operator) + JITTER)
+        rows.keep(DROPOUT, index, samples=samples[:_SHOWN].view(-1, *found.images.shape[1:]))
+    return rows.saved(out, f"of {num_samples} masks")
+
+
+def _parts(total: int, most: int) -> Iterator[int]:
+    """Sizes of the batches that make a total."""
+    return (min(most, total - start) for start in range(0, total, most))
 
 
 def sampled_posterior(
@@ -284,68 +255,55 @@ def sampled_posterior(
         rank: rank of the preconditioner.
         refresh_every: steps after which it is made anew.
         patches: sides of the square patches that are scored; pixels of different patches are independent.
-        tv_weight: as for :func:`linearized_posterior`; None for the evidence alone.
+        tv_weight: as for :func:`linearized_posterior`, times ``predcp_scale``; None for the evidence alone.
         hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
     """
-    _require_unet(model)
     if max(patches) ** 2 >= num_samples:
         raise ValueError(
             f"{num_samples} samples give a singular covariance of patches of {max(patches)} x {max(patches)}"
         )
-    found, on = Reconstructions.load(reconstructions), chosen_device(device)
-    dtype = torch.float64 if double else torch.float32
-    rows = _Rows(found)
+    rows, on = _Rows(reconstructions), chosen_device(device)
+    found, dtype = rows.found, torch.float64 if double else torch.float32
+    options: dict[str, Any] = {"num_samples": num_probes, "rank": rank, "max_iterations": max_iterations}
+    steps: dict[str, Any] = {"num_steps": num_steps, "lr": lr, "decay_every": decay_every}
+    steps |= {"refresh_every": refresh_every, "hyperprior_probes": hyperprior_probes}
     for index in range(len(found)):
         network, x, operator, y = one_problem(found, index, model)
         network = network.to(on, dtype)
         shapes = {name: tuple(p.shape) for name, p in network.named_parameters()}
-        priors = [prior.resolve(shapes) for prior in unet_priors(network)]  # type: ignore[arg-type]
+        priors = [prior.resolve(shapes) for prior in unet_priors(network)]
         taken = {name for prior in priors for name in prior.parameters}
         tangent = FlatTangentModel(network, [name for name in shapes if name in taken])
-        observed = ObservedTangent(tangent, [x.to(on, dtype)], LinearObservation(operator.to(on, dtype)))
-        options: dict[str, Any] = {"rank": rank, "tolerance": 1e-3, "max_iterations": max_iterations}
-        evidence = SampledEvidence(observed, priors, y, num_samples=num_probes, **options)
+        observed = ObservedTangent(tangent, x.to(on, dtype), operator.to(on, dtype))
+        evidence = SampledEvidence(observed, priors, y, **options)
         truth = found.problem.truth[index].double()
         gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
         gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
-        mean = observed.base.double().cpu()
-        psnr, ssim = image_quality(mean.view(1, *truth.shape), truth.unsqueeze(0))
-        names = {p.name: p.hyperparameters for p in priors}
-        for row, hyperprior in _hyperpriors(found, index, len(y), tv_weight, predcp_scale).items():
-            result = evidence.adam(
-                noise_variance=1.0,
-                num_steps=num_steps,
-                lr=lr,
-                decay_every=decay_every,
-                refresh_every=refresh_every,
-                hyperprior=hyperprior,
-                hyperprior_probes=hyperprior_probes,
-            )
-            phi, noise = result.phi, result.noise_variance
+        mean = observed.base.double().cpu().view(truth.shape)
+        psnr, ssim = image_quality(mean.unsqueeze(0), truth.unsqueeze(0))
+        for row, hyperprior in _hyperpriors(found, index, tv_weight, predcp_scale).items():
+            phi, noise, history = evidence.adam(hyperprior=hyperprior, **steps)
             preconditioner = evidence.preconditioner(phi, noise)
             drawn = []
-            for start in range(0, num_samples, 16):
-                count = min(16, num_samples - start)
-                zeta = evidence.samples(phi, noise, count=count, seed=start + 1, preconditioner=preconditioner)[0]
+            for number, count in enumerate(_parts(num_samples, 16)):
+                seed = 16 * number + 1
+                zeta = evidence.samples(phi, noise, count=count, seed=seed, preconditioner=preconditioner)[0]
                 drawn.append(observed.unobserved(zeta).double().cpu())
             samples = torch.cat(drawn)
-            error = (truth.reshape(-1) - mean).view(truth.shape)
             for side in patches:
-                density = patch_log_density(error, samples, side, noise * gain + JITTER)
+                density = patch_log_density(truth - mean, samples, side, noise * gain + JITTER)
                 facts = {"row": row, "problem": index, "patch": side, "log_likelihood": density}
                 quality = {"psnr": float(psnr[0]), "ssim": float(ssim[0]), "noise_variance": noise}
                 rows.entries.append(facts | quality)
-            deviation = samples.square().mean(0).sqrt().view(truth.shape)
-            rows.keep(row, index, deviation=deviation, mean=mean.view(truth.shape))
+            rows.keep(row, index, deviation=samples.square().mean(0).sqrt().view(truth.shape), mean=mean)
             hyperparameters = {
-                f"{name}.{what}": math.exp(value)
-                for name, own in phi.items()
-                for what, value in zip(names[name], own.tolist(), strict=True)
-            } | {"noise_variance": noise}
-            rows.fitted(row, index, [entry["noise_variance"] for entry in result.history], hyperparameters)
-    rows.save(out)
-    content = {"rows": rows.entries, "hyperparameters": rows.hyperparameters, "noise_variances": rows.histories}
-    return Outcome(content, f"{len(found)} posteriors by {num_samples} samples each")
+                f"{prior.name}.{what}": math.exp(value)
+                for prior in priors
+                for what, value in zip(prior.hyperparameters, phi[prior.name].tolist(), strict=True)
+            }
+            rows.fitted(row, index, history, hyperparameters | {"noise_variance": noise})
+    further = {"hyperparameters": rows.hyperparameters, "noise_variances": rows.histories}
+    return rows.saved(out, f"by {num_samples} samples each", **further)
 
 
 def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance: float) -> float:

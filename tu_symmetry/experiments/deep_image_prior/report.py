@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,50 +172,42 @@ def orderings(entries: Entries) -> list[str]:
         a, b = of(entries, *left), of(entries, *right)
         return [a[i] - b[i] for i in sorted(a.keys() & b.keys())]
 
-    def compare(text: str, left: str, right: str, margin: float, where: Callable[[Cell], bool]) -> None:
-        for cell in filter(where, seen):
-            if own := gaps((left, cell), (right, cell)):
+    def compare(text: str, left: str, right: str, margin: float = 0.0, angles: float = math.inf) -> None:
+        for cell in seen:
+            if cell[1] <= angles and (own := gaps((left, cell), (right, cell))):
                 held = verdict([gap - margin for gap in own])
                 wins = f"{sum(gap > margin for gap in own)} of {len(own)} images"
-                where_ = f"{cell[1]} angles at {100 * cell[0]:g} %"
-                lines.append(f"{text}, {where_}: **{held}**, {measured(own, '+.3f')} nats a pixel, {wins}")
+                lines.append(f"{text}, {_place(cell)}: **{held}**, {measured(own, '+.3f')} nats a pixel, {wins}")
 
-    def few(cell: Cell) -> bool:
-        return cell[1] <= 10
-
-    def every(cell: Cell) -> bool:
-        return True
-
-    for row in (EVIDENCE, TV_SEED, TV_CODE):
-        compare(f"{row} above {DIP} by more than {_MARGIN}", row, DIP, _MARGIN, few)
-    compare(f"{DIP_FITTED} below {DIP}", DIP, DIP_FITTED, 0.0, few)
-    for row in (EVIDENCE, TV_SEED, TV_CODE):
-        compare(f"{row} above {DROPOUT}", row, DROPOUT, 0.0, every)
-    compare(f"{JOINT} above {EVIDENCE}, at theta~", JOINT, EVIDENCE, 0.0, every)
-    lines += _rising(entries)
+    linearized = (EVIDENCE, TV_SEED, TV_CODE)
+    for row in linearized:
+        compare(f"{row} above {DIP} by more than {_MARGIN}", row, DIP, _MARGIN, angles=10)
+    compare(f"{DIP_FITTED} below {DIP}", DIP, DIP_FITTED, angles=10)
+    for row in linearized:
+        compare(f"{row} above {DROPOUT}", row, DROPOUT)
+    compare(f"{JOINT} above {EVIDENCE}, at theta~", JOINT, EVIDENCE)
+    for row in (EVIDENCE, TV_SEED):
+        for what, unit in (("log_likelihood", "nats a pixel"), ("psnr", "dB")):
+            for noise in sorted({cell[0] for cell in seen}):
+                means = {a: float(np.mean([*of(entries, row, (n, a), what).values()])) for n, a in seen if n == noise}
+                if len(means) > 1:
+                    held = "held" if [*means.values()] == sorted(means.values()) else "did not hold"
+                    shown = ", ".join(f"{a}: {mean:.3f}" for a, mean in means.items())
+                    rises = f"rises with the angles at {100 * noise:g} %"
+                    lines.append(f"{row}: {what} {rises}: **{held}** ({shown} {unit})")
     for low, high in [(a, b) for a in seen for b in seen if a[1] == b[1] and a[0] < b[0]]:
         if own := gaps((EVIDENCE, low), (EVIDENCE, high)):
             what = f"{100 * low[0]:g} % noise above {100 * high[0]:g} % at {low[1]} angles"
             lines.append(f"{EVIDENCE}: {what}: **{verdict(own)}**, {measured(own, '+.3f')} nats a pixel")
     for cell in seen:
         if own := gaps((TV_SEED, cell), (EVIDENCE, cell)):
-            what = f"TV-PredCP less evidence, {cell[1]} angles at {100 * cell[0]:g} % (no claim)"
-            lines.append(f"{what}: {measured(own, '+.3f')} nats a pixel")
+            less = f"TV-PredCP less evidence, {_place(cell)} (no claim)"
+            lines.append(f"{less}: {measured(own, '+.3f')} nats a pixel")
     return lines
 
 
-def _rising(entries: Entries) -> Iterator[str]:
-    """Whether likelihood and PSNR rise with the number of angles."""
-    seen = cells(entries)
-    for row in (EVIDENCE, TV_SEED):
-        for what, unit in (("log_likelihood", "nats a pixel"), ("psnr", "dB")):
-            for noise in sorted({cell[0] for cell in seen}):
-                angles = [cell[1] for cell in seen if cell[0] == noise]
-                means = [float(np.mean(list(of(entries, row, (noise, a), what).values()))) for a in angles]
-                if len(means) > 1:
-                    held = "held" if means == sorted(means) else "did not hold"
-                    shown = ", ".join(f"{a}: {m:.3f}" for a, m in zip(angles, means, strict=True))
-                    yield f"{row}: {what} rises with the angles at {100 * noise:g} %: **{held}** ({shown} {unit})"
+def _place(cell: Cell) -> str:
+    return f"{cell[1]} angles at {100 * cell[0]:g} %"
 
 
 def images_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tensor]) -> None:

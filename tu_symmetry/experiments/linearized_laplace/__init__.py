@@ -4,16 +4,12 @@ from tu_symmetry.experiments.linearized_laplace.evidence import (
     Settings,
     Trained,
     optimize_evidence,
-    report_architectures,
+    optimize_kronecker_evidence,
 )
 from tu_symmetry.experiments.linearized_laplace.networks import CNN, FixUpResNet, PreActivationResNet, Transformer
-from tu_symmetry.experiments.linearized_laplace.residual import (
-    KroneckerSettings,
-    optimize_kronecker_evidence,
-    report_residual,
-)
 from tu_symmetry.experiments.linearized_laplace.rows import SmallIDXDataModule
 from tu_symmetry.experiments.linearized_laplace.shift import measure_rotations, report_rotations
+from tu_symmetry.experiments.linearized_laplace.tables import report_architectures, report_residual
 from tu_symmetry.experiments.linearized_laplace.toy import BatchNormMLP, CurveDataModule, compute_bands, report_bands
 from tu_symmetry.experiments.linearized_laplace.training import measure_training, report_training
 
@@ -22,7 +18,6 @@ __all__ = [
     "BatchNormMLP",
     "CurveDataModule",
     "FixUpResNet",
-    "KroneckerSettings",
     "PreActivationResNet",
     "Settings",
     "SmallIDXDataModule",

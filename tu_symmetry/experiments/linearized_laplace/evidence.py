@@ -1,18 +1,19 @@
-"""Table 1 of arXiv 2206.08900: test log-likelihood for precisions chosen by the evidence in four ways, by architecture.
+"""Tables 1 and 2 of arXiv 2206.08900: test likelihood for precisions chosen by the evidence in several ways.
 
 The evidence is evaluated at the trained weights, M(θ~), or at the joint stationary point, M(θ*) (Recommendation 1), for
-a single precision or one for each normalized group (Recommendation 2). Beside these: the network itself, and M(θ*) with
-groups but without the hyperprior, which shows what the evidence alone does to normalized groups.
+a single precision or one for each normalized group (Recommendation 2), with and without the hyperprior. Table 2's two
+rows for θ* are read as follows: "simple" has the curvature at the network's own outputs (``tangent_mode``), "full" at
+the outputs of the tangent model at θ*, where it is taken anew as θ* moves.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,38 +22,21 @@ from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
+from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice, Where
 from tu_symmetry.experiments.study import Images, tracked
-from tu_symmetry.files import digest_folder
+from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
+from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import Prior
+from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating, jacobians
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome, Parts
-from tu_symmetry.tables.report import Found, Report, table
-
-CHOICES = (
-    "tangent_mode/single",
-    "tangent_mode/per_group",
-    "tangent_mode/per_group/flat",
-    "map/single",
-    "map/per_group",
-)
-CHANGES = {  # title to what is compared with what
-    "θ* instead of θ~, single λ": ("tangent_mode/single", "map/single"),
-    "θ* instead of θ~, several λ": ("tangent_mode/per_group", "map/per_group"),
-    "several λ instead of one, θ*": ("tangent_mode/per_group", "tangent_mode/single"),
-    "several λ instead of one, θ~": ("map/per_group", "map/single"),
-    "no hyperprior, θ*, several λ": ("tangent_mode/per_group/flat", "tangent_mode/per_group"),
-    "Laplace (θ*, single λ) instead of the network": ("tangent_mode/single", NETWORK),
-    "Laplace (θ*, several λ) instead of the network": ("tangent_mode/per_group", NETWORK),
-}
 
 
 @dataclass(frozen=True)
@@ -62,9 +46,12 @@ class Settings:
     Attributes:
         batch_size: the batch size of all passes over the data.
         tolerance: largest change of a log precision at convergence.
-        mode_tolerance: gradient norm of theta* in posterior standard deviations.
+        mode_tolerance: gradient norm of theta* in posterior standard deviations, over all directions together.
         max_iterations: largest number of directions that the search tries; None for its own limit.
         num_samples: the number of samples of the Monte-Carlo predictive.
+        refreshes: how often a ``full`` choice takes the curvature anew at most, until the precisions stay; 1 or more.
+        stored_jacobian: keep the training data's Jacobian in memory (images x classes x weights numbers), which makes
+            theta* many times faster to find.
     """
 
     batch_size: int = 250
@@ -72,17 +59,19 @@ class Settings:
     mode_tolerance: float = 0.1
     max_iterations: int | None = None
     num_samples: int = 500
+    refreshes: int = 2
+    stored_jacobian: bool = False
 
 
-DEFAULTS = Settings()
-
-
-@dataclass(frozen=True)
+@dataclass
 class Trained:
     """Trained networks of one architecture, in the folder of a sample store."""
 
     model: nn.Module
     samples: Path
+
+    def __post_init__(self) -> None:
+        self._graph: SymmetryGraph | None = None
 
     @property
     def size(self) -> int:
@@ -93,9 +82,55 @@ class Trained:
         """The networks."""
         return SampleStore.open(self.samples, like=self.model.state_dict())
 
+    def graph(self, x: Tensor) -> SymmetryGraph:
+        """The architecture's symmetries, found with the first weights that ask for them."""
+        if self._graph is None:
+            self._graph = discover_symmetries(self.model, x)
+        return self._graph
+
     def parts(self, out: Path, *made_from: Any) -> Parts:
         """Parts of results about the networks."""
         return Parts(out / "parts", [*made_from, repr(self.model), digest_folder(self.samples)])
+
+
+class StoredJacobian(TangentModel):
+    """The tangent model with the Jacobian of every batch of a data set in memory: ``samples x outputs x size``.
+
+    Products are matrix products, an order of magnitude faster than automatic differentiation. A batch is known by its
+    place in memory, so it has to come from the same tensors again.
+    """
+
+    joins = False  # a joined batch would have another place in memory
+
+    def __init__(self, tangent: TangentModel, data: Iterable[Any]) -> None:
+        super().__init__(tangent.model, tangent.names, class_axis=tangent.class_axis)
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # with the inputs, which keep their place
+        for inputs, _ in data:
+            with evaluating(tangent.model):
+                outputs = self.outputs(inputs)
+                parts = [jacobians(self, part, outputs.shape[1:]) for part in inputs.split(50)]
+            self._kept[inputs.data_ptr()] = inputs, outputs, torch.cat(parts)
+
+    def linearize(self, inputs: Any) -> Linearization:
+        """The stored Jacobian."""
+        _, outputs, jacobian = self._kept[inputs.data_ptr()]
+        rows = jacobian.flatten(0, 1)
+        return Linearization(outputs, lambda vector: jacobian @ vector, lambda cotangent: cotangent.flatten() @ rows)
+
+
+class OutputsAt(Categorical):
+    """Softmax classification whose Hessian is taken at given logits, row by row in the order of one pass."""
+
+    def __init__(self, network: Tensor, logits: Tensor) -> None:
+        super().__init__()
+        self.network, self.logits, self.read = network, logits, 0
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Root of the Hessian at the next rows of the given logits, in place of the network's outputs."""
+        rows = slice(self.read, self.read + len(outputs))
+        torch.testing.assert_close(outputs, self.network[rows], rtol=1e-3, atol=1e-3)
+        self.read += len(outputs)
+        return super().hessian_root(self.logits[rows], targets)
 
 
 class Work:
@@ -103,80 +138,108 @@ class Work:
 
     Args:
         trained: the architecture.
-        state: the network.
+        number: of the network in its store.
         images: the data.
         settings: how the evidence is optimized.
-        graphs: the symmetries of each architecture that was seen, by its text.
-        place: path and begin of the names of files about the network.
+        place: path and begin of the names of files of what ``full`` choices start from; None without such choices.
     """
 
     def __init__(
-        self, trained: Trained, state: State, images: Images, settings: Settings, graphs: dict[str, Any], place: Path
+        self, trained: Trained, number: int, images: Images, settings: Settings, place: Path | None = None
     ) -> None:
-        self.trained, self.state, self.images, self.settings = trained, state, images, settings
-        self.graphs, self.place = graphs, place
-        size = settings.batch_size
-        self.train = Batches(images.train.x, images.train.y, size)
-        self.test = Batches(images.test.x, images.test.y, size)
+        self.trained, self.number, self.images, self.settings = trained, number, images, settings
+        self.place = place
+        self.train = Batches(images.train.x, images.train.y, settings.batch_size)
+        self.test = Batches(images.test.x, images.test.y, settings.batch_size)
         self._fitted: dict[str, FittedLaplace] = {}
+        self._stored: TangentModel | None = None
 
     @cached_property
     def model(self) -> nn.Module:
         """The network."""
         model = self.trained.model.to(self.images.device).eval()
-        model.load_state_dict(self.state)
+        model.load_state_dict(self.trained.store()[self.number])
         return model
-
-    @property
-    def graph(self) -> SymmetryGraph:
-        """The architecture's symmetries."""
-        key = repr(self.model)
-        if key not in self.graphs:
-            self.graphs[key] = discover_symmetries(self.model, self.images.train.x[:2])
-        found: SymmetryGraph = self.graphs[key]
-        return found
 
     def start(self, choice: Choice) -> LinearizedLaplace:
         """A Laplace approximation at its initial precisions; each prior's curvature is fitted once."""
         if choice.prior not in self._fitted:
-            prior: Prior = choice.prior
+            model, prior = self.model, choice.prior
+            graph = self.trained.graph(self.images.train.x[:2])
             # without normalization there are no such groups; the paper has numbers for FixUp all the same
-            if prior == "per_group" and not any(g.members for g in self.graph.normalizations):
-                prior = "per_layer"
-            la = LinearizedLaplace(self.model, graph=self.graph, prior=prior, parameters=matrices(self.model))
-            self._fitted[choice.prior] = la.fit(self.train).fitted
+            several: Prior = "per_group" if any(g.members for g in graph.normalizations) else "per_layer"
+            la = LinearizedLaplace(
+                model, graph=graph, prior="single" if prior == "single" else several, parameters=matrices(model)
+            )
+            self._fitted[prior] = la.fit(self.train).fitted
         fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
+        if choice.where != "map" and self.settings.stored_jacobian:
+            self._stored = self._stored or StoredJacobian(fitted.tangent, self.train)
+            fitted = fitted.with_tangent(self._stored)
         return LinearizedLaplace.from_fitted(fitted, self.train)
 
     def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult, float]:
         """Precisions and weights by the evidence; how far a last refresh of the curvature moved a log precision."""
-        la = self.start(choice)
-        return la, chosen(la, choice, self.settings), 0.0
+        la, moved = self.start(choice), 0.0
+        if choice.where == "full":
+            la = self.resumed(la, choice._replace(where="tangent_mode"))
+            for _ in range(self.settings.refreshes):
+                before, la = la.log_precision, self.retaken(la)
+                result = chosen(la, choice, self.settings)
+                moved = float((la.log_precision - before).abs().max())
+                if moved <= self.settings.tolerance:
+                    break
+        else:
+            result = chosen(la, choice, self.settings)
+        if self.place is not None:
+            self.place.parent.mkdir(parents=True, exist_ok=True)
+            write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
+        return la, result, moved
+
+    def _file(self, choice: Choice) -> Path:
+        assert self.place is not None
+        return self.place.with_name(f"{self.place.name}-{choice.key.replace('/', '-')}.safetensors")
+
+    def resumed(self, la: LinearizedLaplace, earlier: Choice) -> LinearizedLaplace:
+        """The same curvature with the precisions and weights of another choice."""
+        found = read_tensors(self._file(earlier))
+        fitted = la.fitted.with_hyperparameters(found["log_precision"]).with_theta(found["theta"])
+        return LinearizedLaplace.from_fitted(fitted, self.train)
+
+    def retaken(self, la: LinearizedLaplace) -> LinearizedLaplace:
+        """The same precisions and weights with the curvature at the outputs of the tangent model at theta*."""
+        fitted, pairs = la.fitted, []
+        for x, _ in self.train:
+            own = fitted.tangent.linearize(x)
+            pairs.append((own.outputs, own.push(fitted.theta - fitted.tangent.point())))
+        network, change = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        likelihood, whole = OutputsAt(network, network + change), fitted.curvature.whole
+        blocks, summary = fit_curvature(
+            fitted.tangent, likelihood, self.train, fitted.groups, fitted.options, whole=whole
+        )
+        return LinearizedLaplace.from_fitted(fitted.with_curvature(blocks, summary), self.train)
 
     def row(self, key: str) -> dict[str, Any]:
         """What a table says of one choice, or of the network itself."""
+        size, samples = self.settings.batch_size, self.settings.num_samples
         if key == NETWORK:
-            return paper.network_scores(self.model, self.images, self.settings.batch_size)
+            return paper.network_scores(self.model, self.images, size)
         la, result, moved = self.optimize(Choice.parse(key))
 
         def probabilities(x: Tensor) -> Tensor:
-            parts = x.split(self.settings.batch_size)
-            return torch.cat([la.predictive(part, num_samples=self.settings.num_samples) for part in parts]).double()
+            return torch.cat([la.predictive(part, num_samples=samples) for part in x.split(size)]).double()
 
         other = None if self.images.other is None else probabilities(self.images.other)
-        groups = la.report()
-        facts = {g.name: {"center": g.center, "squared_norm": g.squared_norm} for g in groups}
         return paper.scores(probabilities(self.test.x), self.test.y, other) | {
             "log_evidence": result.log_marginal_likelihood,
             "iterations": result.iterations,
             "change": result.change,
-            "gradient_norm": result.gradient_norm,
             "converged": result.converged,
             "moved": moved,
             "settled": moved <= self.settings.tolerance,
-            "gamma": sum(g.gamma for g in groups),
-            "pruned": sum(g.pruned for g in groups),
-            "groups": {name: own | facts[name] for name, own in groups_of(la).items()},
+            "gamma": sum(g.gamma for g in la.report()),
+            "pruned": sum(g.pruned for g in la.report()),
+            "groups": groups_of(la),
         }
 
 
@@ -194,16 +257,18 @@ def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings) -> Evidenc
 
 
 def groups_of(la: LinearizedLaplace) -> dict[str, dict[str, Any]]:
-    """Precision, effective dimension and number of weights of each group."""
-    return {g.name: {"precision": g.precision, "gamma": g.gamma, "size": g.size} for g in la.report()}
+    """Precision, its hyperprior's center, effective dimension and number of weights of each group."""
+    return {
+        g.name: {"precision": g.precision, "center": g.center, "gamma": g.gamma, "size": g.size} for g in la.report()
+    }
 
 
 def optimize_evidence(
     out: Path,
     networks: dict[str, Trained],
     data: ImageDataModule,
-    settings: Settings = DEFAULTS,
-    choices: Sequence[str] = CHOICES,
+    choices: Sequence[str],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """Choose precisions in every way for every network; test NLL, precisions and effective dimensions.
@@ -214,109 +279,63 @@ def optimize_evidence(
         choices: rows of the table, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no
             hyperprior.
     """
-    results, sizes = all_rows(Work, out, networks, data, settings, paper.parse_all(choices), device)
+    return all_rows(out, networks, data, paper.parse_all(choices), settings, device)
+
+
+def optimize_kronecker_evidence(
+    out: Path,
+    model: nn.Module,
+    networks: Path,
+    data: ImageDataModule,
+    choices: Sequence[str],
+    settings: Settings,
+    device: str = "auto",
+) -> Outcome:
+    """The same of one architecture, and with choices ``full``, each after the ``tangent_mode`` one it starts from."""
+    rows = read_choices(choices, settings.refreshes)
+    found = all_rows(out, {"network": Trained(model, networks)}, data, rows, settings, device)
+    own = {key: by_name["network"] for key, by_name in found.results["rows"].items()}
+    alone = {key: found.results[key]["network"] for key in ("networks", "parameters")}
+    return Outcome({"rows": own, "sizes": found.results["sizes"], **alone}, found.headline)
+
+
+def read_choices(texts: Sequence[str], refreshes: int) -> list[Choice]:
+    """Read the rows of a table with ``full`` choices."""
+    choices = paper.parse_all(texts, get_args(Where))
+    for number, choice in enumerate(choices):
+        start = choice._replace(where="tangent_mode")
+        if choice.where == "full" and start not in choices[:number]:
+            raise ValueError(f"choice {choice.key!r} starts from {start.key!r}: list that first")
+        if choice.where == "full" and refreshes < 1:
+            raise ValueError(f"refreshes is {refreshes}, but choice {choice.key!r} takes the curvature anew: raise it")
+    return choices
+
+
+def all_rows(
+    out: Path,
+    networks: dict[str, Trained],
+    data: ImageDataModule,
+    choices: Sequence[Choice],
+    settings: Settings,
+    device: str,
+) -> Outcome:
+    """Choice to name to the row of each network, kept in ``out/parts`` one by one."""
+    images = Images(data, device)
+    digest = images.digest()
+    counts = {name: len(found.store()) for name, found in networks.items()}
+    kept = {name: found.parts(out, asdict(settings), digest, name) for name, found in networks.items()}
+    full = any(choice.where == "full" for choice in choices)
+    results: dict[str, dict[str, list[Any]]] = {}
+    jobs = [(k, name) for k in range(max(counts.values())) for name in networks if k < counts[name]]
+    for k, name in tracked("evidence", jobs, lambda job: job[1]):
+        work = Work(networks[name], k, images, settings, out / "parts" / f"{name}-{k}" if full else None)
+        for key in (NETWORK, *(choice.key for choice in choices)):
+            row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
+            results.setdefault(key, {}).setdefault(name, []).append(row)
     itself = results.pop(NETWORK)
     every = [row for by_name in results.values() for found in by_name.values() for row in found]
     parameters = {name: trained.size for name, trained in networks.items()}
     return Outcome(
-        {"networks": itself, "rows": results, "parameters": parameters, "sizes": sizes},
+        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.sizes},
         f"{len(every)} evidences, {sum(not row['converged'] for row in every)} of them not converged to the tolerances",
     )
-
-
-def all_rows(
-    kind: type[Work],
-    out: Path,
-    networks: dict[str, Trained],
-    data: ImageDataModule,
-    settings: Settings,
-    choices: Sequence[Choice],
-    device: str,
-) -> tuple[dict[str, dict[str, list[Any]]], dict[str, int]]:
-    """Choice to name to the row of each network, kept in ``out/parts`` one by one; and the numbers of images."""
-    images = Images(data, device)
-    digest = images.digest()
-    states = {name: list(found.store()) for name, found in networks.items()}
-    kept = {name: found.parts(out, asdict(settings), digest, name) for name, found in networks.items()}
-    graphs: dict[str, Any] = {}
-    results: dict[str, dict[str, list[Any]]] = {}
-    jobs = [(k, name) for k in range(max(map(len, states.values()))) for name in networks if k < len(states[name])]
-    for k, name in tracked("evidence", jobs, lambda job: job[1]):
-        work = kind(networks[name], states[name][k], images, settings, graphs, out / "parts" / f"{name}-{k}")
-        for key in (NETWORK, *(choice.key for choice in choices)):
-            row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
-            results.setdefault(key, {}).setdefault(name, []).append(row)
-    return results, images.sizes
-
-
-def report_architectures(out: Path, recipe: str, evidence: dict[str, Path]) -> Outcome:
-    """Write ``report.md``: a table like the paper's for every training length, and what became of the groups.
-
-    Args:
-        evidence: title, ``after 40 epochs`` for example, to the folder of :func:`optimize_evidence`.
-    """
-    page = Report(out, recipe)
-    for title, folder in evidence.items():
-        page.add(*architecture_tables(Outcome.load(folder).results, title, page.table.paper))
-    return page.done()
-
-
-def architecture_tables(found: Found, title: str, published: Found) -> list[Grid]:
-    """Test NLLs beside the paper's; what one change of the method does to the same networks; effective dimensions."""
-    networks, rows = found["networks"], found["rows"]
-    everything = {NETWORK: networks, **rows}
-
-    def quality(row: tuple[str, str], name: str) -> str:
-        key, column = row
-        runs = everything[key][name]
-        text = paper.cell([run[column] for run in runs])
-        if key == NETWORK:
-            return text
-        theirs, error = published.get(key, {}).get(name), published.get(f"{key}/error", {}).get(name)
-        beside = "" if theirs is None or error is None else f"{theirs:.3f} ± {error:.3f}"
-        return f"{text}{paper.marks(runs)}\n{beside}"
-
-    def difference(change: tuple[str, str], name: str) -> str:
-        after, before = (everything[key][name] for key in change)
-        gaps = [a["nll"] - b["nll"] for a, b in zip(after, before, strict=True)]
-        return paper.cell(gaps, sign="+") + paper.marks([*after, *before])
-
-    def dimension(by_name: Found, name: str) -> str:
-        runs = by_name[name]
-        gamma = sum(sum(g["gamma"] for g in run["groups"].values()) for run in runs) / len(runs)
-        pruned, count = sum(run["pruned"] for run in runs), sum(len(run["groups"]) for run in runs)
-        of_groups = f"{pruned}/{count} pruned, " if count > len(runs) else ""
-        return (
-            f"{gamma:.0f}{paper.marks(runs)}\n{of_groups}{sum(run['converged'] for run in runs)}/{len(runs)} converged"
-        )
-
-    def made(heading: str, lines: dict[str, Any], show: Any, caption: str) -> Grid:
-        columns = {name: lambda line, name=name: show(line, name) for name in networks}
-        return table(f"{heading} {title}", lines, columns, caption)
-
-    lines = {paper.ITSELF: (NETWORK, "nll"), "the same, training data": (NETWORK, "train_nll")}
-    lines |= {paper.title_of(key): (key, "nll") for key in rows}
-    changes = {change: keys for change, keys in CHANGES.items() if set(keys) <= everything.keys()}
-    return [
-        made(
-            "Test NLL",
-            lines,
-            quality,
-            f"test NLL (nats), mean ± standard error over seeds; second line: the paper's. {paper.OPEN_CAPTION}. Each "
-            "FixUp cell of several λ has one for each layer, for it has no normalized groups.",
-        ),
-        made(
-            "What each choice changes",
-            changes,
-            difference,
-            "difference of test NLL (nats) on the same networks, mean ± standard error over seeds; negative helps. "
-            f"{paper.OPEN_CAPTION}",
-        ),
-        made(
-            "Effective dimension",
-            {paper.title_of(key): by_name for key, by_name in rows.items()},
-            dimension,
-            "effective directions that the data determine, mean over seeds; second line: pruned groups and converged "
-            f"evidences of all seeds. {paper.OPEN_CAPTION}",
-        ),
-    ]

@@ -93,9 +93,8 @@ class Choice(NamedTuple):
 def parse_all(texts: Sequence[str], known: Collection[str] = ("map", "tangent_mode")) -> list[Choice]:
     """Read the rows of a table, each of them once."""
     choices = [Choice.parse(text, known) for text in texts]
-    twice = sorted({c.key for c in choices if choices.count(c) > 1})
-    if twice or not choices:
-        raise ValueError(f"choices: {'name at least one' if not choices else f'{twice[0]!r} stands twice'}")
+    if len(set(choices)) != len(choices) or not choices:
+        raise ValueError(f"choices: name at least one, and each once, got {list(texts)}")
     return choices
 
 
@@ -123,6 +122,17 @@ def marks(runs: Runs) -> str:
 def images_line(networks: str, found: Mapping[str, Any]) -> str:
     """The line of a report that says what was measured on what."""
     return f"{networks}; images: " + ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items()) + "."
+
+
+def beside(value: float | None, error: float | None) -> str:
+    """The paper's number below ours, where it is known."""
+    return "" if value is None or error is None else f"\n{value:.3f} ± {error:.3f}"
+
+
+def style_of(key: str) -> dict[str, Any]:
+    """Color and line of a row in a figure."""
+    where, _, rest = key.partition("/")
+    return {"color": COLORS.get(where, plots.GRAY), "linestyle": ":" if rest.endswith("/flat") else "-"}
 
 
 def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float]:

@@ -21,7 +21,7 @@ from torch.nn.functional import affine_grid, grid_sample
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
-from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
 from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
@@ -31,9 +31,12 @@ from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
-CHOICES = ("map/single", "map/per_group", "tangent_mode/single", "tangent_mode/per_group")
 CALIBRATED = "/calibrated"  # behind a choice: with the temperature of the unrotated validation images
-ANGLES = tuple(range(0, 181, 30))
+COLUMNS = {  # titles of a table and of a column; scale and digits
+    "nll": ("Test NLL (nats)", "NLL", 1, 3),
+    "ece": ("Expected calibration error (%)", "ECE %", 100, 1),
+    "accuracy": ("Accuracy (%)", "accuracy %", 100, 1),
+}
 
 
 def rotate(x: Tensor, angle: float) -> Tensor:
@@ -58,9 +61,9 @@ def measure_rotations(
     out: Path,
     networks: Trained,
     data: ImageDataModule,
-    settings: Settings = DEFAULTS,
-    choices: Sequence[str] = CHOICES,
-    angles: Sequence[float] = ANGLES,
+    choices: Sequence[str],
+    angles: Sequence[float],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """Test NLL, accuracy and calibration error at every angle: of the networks, and of every choice of precisions.
@@ -74,19 +77,17 @@ def measure_rotations(
         choices: ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no hyperprior.
         angles: degrees, counterclockwise.
     """
-    rows = paper.parse_all(choices)
+    keys = [NETWORK, *(choice.key for choice in paper.parse_all(choices))]
     if not angles:
         raise ValueError("angles: name at least one")
     images = Images(data, device)
     held_out = images.held_out("the temperature is chosen on")
     turned = {f"{angle:g}": rotate(images.test.x, angle) for angle in angles}
-    states = list(networks.store())
     parts = networks.parts(out, asdict(settings), images.digest(), digest_tensors(*held_out), list(turned))
-    graphs: dict[str, Any] = {}
     results: dict[str, list[Any]] = {}
-    keys = [NETWORK, *(choice.key for choice in rows)]
-    for k, state in tracked("rotations", list(enumerate(states))):
-        work = Work(networks, state, images, settings, graphs, out)
+    count = len(networks.store())
+    for k in tracked("rotations", range(count)):
+        work = Work(networks, k, images, settings)
         for key in keys:
             for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
                 results.setdefault(name, []).append(row)
@@ -94,24 +95,21 @@ def measure_rotations(
     sizes = images.sizes | {"validation": len(held_out[0])}
     return Outcome(
         {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": sizes},
-        f"{len(states)} networks; {sum(not row['converged'] for row in every)} of {len(every)} rows from an evidence "
+        f"{count} networks; {sum(not row['converged'] for row in every)} of {len(every)} rows from an evidence "
         "that had not converged",
     )
 
 
-def _rows(
-    work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[str, Tensor]
-) -> dict[str, dict[str, Any]]:
+def _rows(work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[str, Tensor]) -> dict[str, Any]:
     """Scores of one network: its own, or those of one choice by the evidence and calibrated, from one pass for both."""
     y, size, samples = work.images.test.y, work.settings.batch_size, work.settings.num_samples
 
-    def at_angles(predict: Callable[[Tensor], list[Tensor]]) -> list[dict[str, Any]]:
-        found: dict[str, list[Tensor]] = {}
+    def at_angles(predict: Callable[[Tensor], Sequence[Tensor]]) -> list[dict[str, Any]]:
+        by_angle: dict[str, list[dict[str, float]]] = {}
         for angle, x in turned.items():
             batches = [predict(part) for part in x.split(size)]
-            found[angle] = [torch.cat(own).double() for own in zip(*batches, strict=True)]
-        count = len(next(iter(found.values())))
-        return [{"by_angle": {angle: paper.scores(p[k], y) for angle, p in found.items()}} for k in range(count)]
+            by_angle[angle] = [paper.scores(torch.cat(own).double(), y) for own in zip(*batches, strict=True)]
+        return [{"by_angle": dict(zip(by_angle, kind, strict=True))} for kind in zip(*by_angle.values(), strict=True)]
 
     if key == NETWORK:
         with torch.no_grad():
@@ -122,16 +120,8 @@ def _rows(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it
         temperature = la.calibrate([held_out], num_samples=samples).temperature
-    predict = partial(
-        tempered_predictives,
-        la.fitted,
-        Drawer(),
-        temperatures=[1.0, temperature],
-        num_samples=samples,
-        link_approx="mc",
-        covariance="auto",
-        seed=0,
-    )
+    options: Any = {"num_samples": samples, "link_approx": "mc", "covariance": "auto", "seed": 0}
+    predict = partial(tempered_predictives, la.fitted, Drawer(), temperatures=[1.0, temperature], **options)
     plain, cooled = at_angles(predict)
     return {key: facts | plain, key + CALIBRATED: facts | {"temperature": temperature} | cooled}
 
@@ -142,7 +132,7 @@ def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
     networks = f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters"
     page.add(paper.images_line(networks, found))
     page.figure("rotations", draw_rotations, found, alt="NLL and ECE by angle")
-    page.add(*(angle_table(found, column) for column in ("nll", "ece", "accuracy")), difference_table(found))
+    page.add(*(angle_table(found, column) for column in COLUMNS), difference_table(found))
     return page.done()
 
 
@@ -153,18 +143,16 @@ def _title(key: str) -> str:
 
 def angle_table(found: Found, column: str) -> Grid:
     """Means over networks at every angle."""
-    scale, digits = (1, 3) if column == "nll" else (100, 1)
+    name, _, scale, digits = COLUMNS[column]
 
     def show(runs: Any, angle: str) -> str:
         return f"{fmean(scale * run['by_angle'][angle][column] for run in runs):.{digits}f}{paper.marks(runs)}"
 
-    name = {"nll": "Test NLL (nats)", "ece": "Expected calibration error (%)", "accuracy": "Accuracy (%)"}[column]
     caption = (
         "means over networks; columns: degrees by which the test images are turned. calibrated: the temperature of the "
         f"posterior chosen on validation images that are not turned. {paper.OPEN_CAPTION}"
     )
-    angles = [f"{angle:g}" for angle in found["angles"]]
-    columns: dict[str, Any] = {f"{a}°": lambda runs, a=a: show(runs, a) for a in angles}
+    columns: dict[str, Any] = {f"{a:g}°": lambda runs, a=a: show(runs, f"{a:g}") for a in found["angles"]}
     return table(f"{name} by angle", {_title(key): runs for key, runs in found["rows"].items()}, columns, caption)
 
 
@@ -176,7 +164,7 @@ def difference_table(found: Found) -> Grid:
     def show(runs: Any, column: str, some: Sequence[str]) -> str:
         if not some:
             return "–"
-        scale, digits = (1, 3) if column == "nll" else (100, 1)
+        _, _, scale, digits = COLUMNS[column]
         gaps = [
             scale * fmean(run["by_angle"][a][column] - own["by_angle"][a][column] for a in some)
             for run, own in zip(runs, rows[NETWORK], strict=True)
@@ -184,8 +172,8 @@ def difference_table(found: Found) -> Grid:
         return paper.cell(gaps, digits, sign="+") + paper.marks(runs)
 
     columns: dict[str, Any] = {
-        f"{name}\n{title}": lambda runs, column=column, some=some: show(runs, column, some)
-        for column, name in (("nll", "NLL"), ("ece", "ECE %"))
+        f"{COLUMNS[column][1]}\n{title}": lambda runs, column=column, some=some: show(runs, column, some)
+        for column in ("nll", "ece")
         for title, some in groups.items()
     }
     columns["temperature"] = lambda runs: (
@@ -205,14 +193,10 @@ def draw_rotations(path: Path, found: Found) -> None:
     with plots.figure(path, 2, width=4.6, height=3.4) as axes:
         for ax, (column, name) in zip(axes, {"nll": "NLL", "ece": "ECE"}.items(), strict=True):
             for key, runs in found["rows"].items():
-                ax.plot(
-                    angles,
-                    [fmean(run["by_angle"][f"{a:g}"][column] for run in runs) for a in angles],
-                    color=plots.GRAY if key == NETWORK else paper.COLORS[key.partition("/")[0]],
-                    marker="s" if "/single" in key else "o",
-                    linestyle=(0, (2, 2)) if key.endswith(CALIBRATED) else "-",
-                    label=paper.in_latex(_title(key)) + paper.marks(runs),
-                )
+                values = [fmean(run["by_angle"][f"{a:g}"][column] for run in runs) for a in angles]
+                dashes: Any = (0, (2, 2)) if key.endswith(CALIBRATED) else "-"
+                style = paper.style_of(key) | {"linestyle": dashes, "marker": "s" if "/single" in key else "o"}
+                ax.plot(angles, values, label=paper.in_latex(_title(key)) + paper.marks(runs), **style)
             ax.set(title=name, xlabel="rotation of the test images (degrees)", xticks=angles)
             ax.set_ylim(bottom=0)
         axes[0].set_ylabel("nats, mean over networks")

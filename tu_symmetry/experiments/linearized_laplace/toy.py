@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen
-from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks
+from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks, parse_all
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed
@@ -30,13 +30,8 @@ from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
-CHOICES = (
-    "map/single",
-    "map/per_group",
-    "tangent_mode/single",
-    "tangent_mode/per_group",
-    "tangent_mode/per_group/flat",
-)
+REACH = 2.2  # the grid spans [-2.2, 2.2]
+POINTS = 241
 
 
 class ShiftedBatchNorm1d(nn.BatchNorm1d):
@@ -114,11 +109,9 @@ def compute_bands(
     model: BatchNormMLP,
     network: Path,
     data: CurveDataModule,
-    precisions: Sequence[float] = (100.0, 10.0, 5.0, 1.0, 0.1),
-    choices: Sequence[str] = CHOICES,
+    precisions: Sequence[float],
+    choices: Sequence[str],
     curvature: Literal["full", "kfac"] = "kfac",
-    points: int = 241,
-    reach: float = 2.2,
 ) -> Outcome:
     """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions.
 
@@ -130,20 +123,20 @@ def compute_bands(
         choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
             ``/flat`` for no hyperprior.
         curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
-        reach: the grid spans ``[-reach, reach]``.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
-    jobs |= {text: Choice.parse(text, ("map", "tangent_mode")) for text in choices}
+    jobs |= {choice.key: choice for choice in parse_all(choices)}
     state = {name: t.double() if t.is_floating_point() else t for name, t in last_weights(network).items()}
     model = model.double().eval()
     model.load_state_dict(state)
     graph = discover_symmetries(model, data.train.x[:4])
-    grid = torch.linspace(-reach, reach, points, dtype=torch.float64, device="cpu")
+    grid = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64, device="cpu")
     own = [state[name] for name in sorted(state)]
     digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
-    parts = Parts(out / "parts", [digest, data.noise, curvature, points, reach])
+    parts = Parts(out / "parts", [digest, data.noise, curvature, POINTS, REACH])
 
-    def fitted(choice: Choice) -> LinearizedLaplace:
+    def band(job: float | Choice) -> dict[str, Any]:
+        choice = job if isinstance(job, Choice) else Choice("map", "single")
         la = LinearizedLaplace(
             model,
             "regression",
@@ -154,15 +147,12 @@ def compute_bands(
             parameters=model.matrices,
             noise_variance=data.noise**2,
         )
-        return la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
-
-    def band(job: float | Choice) -> dict[str, Any]:
-        la, converged = fitted(job if isinstance(job, Choice) else Choice("map", "single")), True
+        la.fit([(data.train.x, data.train.y.unsqueeze(-1))])
         if isinstance(job, Choice):
             converged = chosen(la, job, Settings(tolerance=1e-4, mode_tolerance=1e-3)).converged
-        else:
-            la.set_precision(job)
-        return _measured(la, data, grid) | {"converged": converged}
+            return _measured(la, data, grid) | {"converged": converged}
+        la.set_precision(job)
+        return _measured(la, data, grid) | {"converged": True}
 
     rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
     with torch.no_grad():
@@ -190,10 +180,7 @@ def _measured(la: LinearizedLaplace, data: CurveDataModule, grid: Tensor) -> dic
         "inside": float(test.epistemic.mean().sqrt()),
         "gap": float(middle.epistemic.sqrt()),
         "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
-        "groups": {
-            row.name: {"precision": row.precision, "gamma": row.gamma, "size": row.size, "pruned": row.pruned}
-            for row in la.report()
-        },
+        "groups": {g.name: {"precision": g.precision, "gamma": g.gamma, "pruned": g.pruned} for g in la.report()},
         "mean": band.mean[:, 0],
         "epistemic": band.epistemic[:, 0].sqrt(),
     }
@@ -220,12 +207,15 @@ def bands_table(rows: Found, title: str) -> Grid:
         texts = (f"{g['precision']:.3g} ({g['gamma']:.1f}{', pruned' if g['pruned'] else ''})" for g in groups)
         return ", ".join(texts)
 
-    columns = {
-        "λ (effective directions)": precisions,
-        "test NLL": lambda row: f"{row['nll']:.3f}{marks([row])}",
-        "covered": lambda row: f"{100 * row['coverage']:.1f} %{marks([row])}",
-        "spread on data": lambda row: f"{row['inside']:.3g}{marks([row])}",
-        "spread in gap": lambda row: f"{row['gap']:.3g}{marks([row])}",
+    numbers = {
+        "test NLL": ("nll", "{:.3f}"),
+        "covered": ("coverage", "{:.1%}"),
+        "spread on data": ("inside", "{:.3g}"),
+        "spread in gap": ("gap", "{:.3g}"),
+    }
+    columns: dict[str, Any] = {"λ (effective directions)": precisions} | {
+        name: lambda row, key=key, form=form: form.format(row[key]).replace("%", " %") + marks([row])
+        for name, (key, form) in numbers.items()
     }
     caption = (
         "Several λ: first layer, second layer, last layer. NLL in nats; covered: targets within the 95 % band (with "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
-from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
+from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import Choice, Groups, Runs, Where
 from tu_symmetry.experiments.study import Images, tracked
 from tu_symmetry.laplace.function_posterior import gaussian_samples
@@ -34,13 +34,28 @@ WHERE: tuple[Where, ...] = ("map", "tangent_mode")
 VANISHED = 0.1  # a distance below this share of the spread of M(θ*) counts as none
 Epochs = Mapping[float, Runs]
 
+# columns for each prior: title, where the number stands, scale and digits
+DISTANCES = (
+    ("distance\n{}", ("wasserstein",), 1, 2),
+    ("relative\n{}", ("relative",), 1, 2),
+    ("TV %\n{}", ("total_variation",), 100, 1),
+)
+SPREADS = (
+    ("spread\nM(θ~), {}", ("map", "spread"), 1, 1),
+    ("spread\nM(θ*), {}", ("tangent_mode", "spread"), 1, 1),
+    ("θ* − θ~\nin deviations, {}", ("deviations",), 1, 1),
+    ("θ* − θ~\nin %, {}", ("relative_norm",), 100, 1),
+)
+APART = "mean ± standard error over networks; distances of the outputs' posteriors in logits, mean over test images"
+SPREAD = "mean ± standard error over networks; spreads in logits, deviations of M(θ*)'s posterior, % of the norm of θ~"
+
 
 def measure_training(
     out: Path,
     networks: dict[str, Trained],
     data: ImageDataModule,
-    settings: Settings = DEFAULTS,
-    priors: Sequence[Groups] = get_args(Groups),
+    priors: Sequence[Groups],
+    settings: Settings,
     device: str = "auto",
 ) -> Outcome:
     """Distance of the two posteriors at every snapshot of every network, and how good network and predictives are.
@@ -60,18 +75,17 @@ def measure_training(
     held_out = images.held_out("early stopping goes by")
     size = len(images.train.x) if data.batch_size in (None, "full") else int(data.batch_size or 0)
     per_epoch = math.ceil(len(images.train.x) / size)
-    stores = {name: own.store() for name, own in networks.items()}
-    for name, store in stores.items():
-        by_chain = {chain: [r.step for r in store.records if r.chain == chain] for chain in store.chains}
+    records = {name: own.store().records for name, own in networks.items()}
+    for name, own in records.items():
+        by_chain = {chain: [r.step for r in own if r.chain == chain] for chain in {r.chain for r in own}}
         if len({tuple(steps) for steps in by_chain.values()}) != 1:
             raise ValueError(f"{name}: its networks have snapshots at different steps, or none: {by_chain}")
     made_from = [asdict(settings), images.digest(), digest_tensors(*held_out), per_epoch]
     kept = {name: own.parts(out, *made_from, name) for name, own in networks.items()}
-    graphs: dict[str, Any] = {}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in networks}
-    jobs = [(name, k, record) for name, store in stores.items() for k, record in enumerate(store.records)]
+    jobs = [(name, k, record) for name, own in records.items() for k, record in enumerate(own)]
     for name, k, record in tracked("training", jobs, lambda job: job[0]):
-        work = Work(networks[name], stores[name][k], images, settings, graphs, out)
+        work = Work(networks[name], k, images, settings)
         found = kept[name].take(f"{name}-{record.chain}-{record.step}", _snapshot, work, held_out, priors)
         runs[name].append({"chain": record.chain, "step": record.step, "epoch": record.step / per_epoch} | found)
     every = [run[prior] for own in runs.values() for run in own for prior in priors]
@@ -94,40 +108,34 @@ def _snapshot(work: Work, held_out: tuple[Tensor, Tensor], priors: Sequence[Grou
     with torch.no_grad():
         logits = torch.cat([work.model(x) for x in held_out[0].split(size)])
     found["val_nll"] = float(cross_entropy(logits.double(), held_out[1]))
-    return found | {prior: _distance(work, prior, held_out) for prior in priors}
+    return found | {prior: _distance(work, prior) for prior in priors}
 
 
-def _distance(work: Work, prior: Groups, held_out: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def _distance(work: Work, prior: Groups) -> dict[str, Any]:
     """The two posteriors for one kind of prior."""
-    pairs = [work.optimize(Choice(where, prior))[:2] for where in WHERE]
-    facts: dict[str, Any] = {"converged": all(result.converged for _, result in pairs)}
+    facts: dict[str, Any] = {}
     covariances: list[Tensor] = []
     predictives: list[Tensor] = []
 
-    def predictive(mean: Tensor, covariance: Tensor) -> Tensor:  # as LinearizedLaplace.predictive makes it
-        return (mean + gaussian_samples(covariance, work.settings.num_samples, 0)).softmax(-1).mean(0).double()
-
-    for where, (la, result) in zip(WHERE, pairs, strict=True):
+    for where in WHERE:
+        la, result, _ = work.optimize(Choice(where, prior))
         moments = [la.function_covariance(x) for x, _ in work.test]
         mean, covariance = (torch.cat(own) for own in zip(*moments, strict=True))
-        val = [la.function_covariance(x) for x in held_out[0].split(work.settings.batch_size)]
         covariances.append(covariance)
-        predictives.append(predictive(mean, covariance))
+        drawn = mean + gaussian_samples(covariance, work.settings.num_samples, 0)  # as predictive makes them
+        predictives.append(drawn.softmax(-1).mean(0).double())
         facts[where] = {
             "converged": result.converged,
-            "iterations": result.iterations,
-            "log_evidence": result.log_marginal_likelihood,
             "nll": paper.scores(predictives[-1], work.test.y)["nll"],
-            "val_nll": paper.scores(torch.cat([predictive(*own) for own in val]), held_out[1])["nll"],
             "spread": float(_spread(covariance).mean()),
             "groups": groups_of(la),
         }
     distance = gaussian_wasserstein(*covariances)
-    at_mode = pairs[1][0]
-    start = at_mode.fitted.tangent.point()
-    way = at_mode.theta - start
-    squared = (way.double() * at_mode.posterior.precision_product(way).double()).sum()
+    start = la.fitted.tangent.point()
+    way = la.theta - start
+    squared = (way.double() * la.posterior.precision_product(way).double()).sum()
     return facts | {
+        "converged": all(facts[where]["converged"] for where in WHERE),
         "wasserstein": float(distance.mean()),
         "relative": float((distance / _spread(covariances[1])).mean()),
         "total_variation": float(predictive_total_variation(*predictives)),
@@ -144,12 +152,11 @@ def _spread(covariance: Tensor) -> Tensor:
 def report_training(out: Path, recipe: str, training: Path) -> Outcome:
     """Write ``report.md`` and ``training.png``: how far M(θ~) and M(θ*) are apart, from `measure_training`'s folder."""
     page, found = Report(out, recipe), Outcome.load(training).results
-    sizes = ", ".join(f"{count:,} {name}" for name, count in found["sizes"].items())
     networks = "; ".join(
         f"{name}: {len({run['chain'] for run in runs})} networks of {found['parameters'][name]:,} parameters"
         for name, runs in found["runs"].items()
     )
-    page.add(f"{networks}. Images: {sizes}.")
+    page.add(paper.images_line(networks, found))
     page.figure("training", draw_training, found, alt="distance along the training")
     page.list("What held", list(training_claims(found)))
     for name, runs in found["runs"].items():
@@ -172,59 +179,46 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
     stop = early_stopping(epochs)
     rows = {f"{epoch:g}" + (" (early stopping)" if epoch == stop else ""): runs for epoch, runs in epochs.items()}
 
-    def number(prior: str, read: Callable[[Any], float], digits: int) -> Callable[[Runs], str]:
-        return lambda runs: (
-            paper.cell([read(run[prior]) for run in runs], digits) + paper.marks([run[prior] for run in runs])
-        )
+    def column(prior: str, path: Sequence[str], scale: float, digits: int) -> Callable[[Runs], str]:
+        def show(runs: Runs) -> str:
+            own = found = [run[prior] for run in runs]
+            for key in path:
+                found = [row[key] for row in found]
+            return paper.cell([scale * value for value in found], digits) + paper.marks(own)
 
-    def precisions(runs: Runs) -> str:
-        values = [[g["precision"] for g in run["groups"].values()] for run in runs]
+        return show
+
+    def columns(kinds: Any) -> dict[str, Callable[[Runs], str]]:
+        return {title.format(paper.PRIORS[p]): column(p, *kind) for p in priors for title, *kind in kinds}
+
+    def precisions(choice: Choice, runs: Runs) -> str:
+        own = [run[choice.prior][choice.where] for run in runs]
+        values = [[g["precision"] for g in run["groups"].values()] for run in own]
         logs = torch.tensor(values, dtype=torch.float64, device="cpu").log()
-        return " / ".join(f"{value:.3g}" for value in logs.mean(0).exp().tolist()) + paper.marks(runs)
+        return " / ".join(f"{value:.3g}" for value in logs.mean(0).exp().tolist()) + paper.marks(own)
 
-    distances: dict[str, Any] = {}
-    spreads: dict[str, Any] = {}
-    for prior in priors:
-        title = paper.PRIORS[prior]
-        distances |= {
-            f"distance\n{title}": number(prior, lambda run: run["wasserstein"], 2),
-            f"relative\n{title}": number(prior, lambda run: run["relative"], 2),
-            f"TV %\n{title}": number(prior, lambda run: 100 * run["total_variation"], 1),
-        }
-        spreads |= {
-            f"spread\nM(θ~), {title}": number(prior, lambda run: run["map"]["spread"], 1),
-            f"spread\nM(θ*), {title}": number(prior, lambda run: run["tangent_mode"]["spread"], 1),
-            f"θ* − θ~\nin deviations, {title}": number(prior, lambda run: run["deviations"], 1),
-            f"θ* − θ~\nin %, {title}": number(prior, lambda run: 100 * run["relative_norm"], 1),
-        }
-    columns = {"training": "train_nll", "validation": "val_nll", "test": "nll"}
+    def nll(choice: Choice, runs: Runs) -> str:
+        own = [run[choice.prior][choice.where] for run in runs]
+        return paper.cell([run["nll"] for run in own]) + paper.marks(own)
+
     likelihoods: dict[str, Any] = {
         f"network\n{what}": lambda runs, key=key: paper.cell([run[key] for run in runs])
-        for what, key in columns.items()
+        for what, key in (("training", "train_nll"), ("validation", "val_nll"), ("test", "nll"))
     }
     chosen: dict[str, Any] = {}
     for choice in (Choice(where, prior) for prior in priors for where in WHERE):
-
-        def own(runs: Runs, choice: Choice = choice) -> Runs:
-            return [run[choice.prior][choice.where] for run in runs]
-
-        chosen[choice.title] = lambda runs, own=own: precisions(own(runs))
-        likelihoods[f"{choice.title}\ntest"] = lambda runs, own=own: (
-            paper.cell([run["nll"] for run in own(runs)]) + paper.marks(own(runs))
+        chosen[choice.title] = lambda runs, choice=choice: precisions(choice, runs)
+        likelihoods[f"{choice.title}\ntest"] = lambda runs, choice=choice: nll(choice, runs)
+    groups = ", ".join(next(iter(epochs.values()))[0][priors[-1]]["map"]["groups"])
+    return [
+        table(f"{name}: {title}", rows, own, f"{caption}. {paper.OPEN_CAPTION}", "epoch")
+        for title, own, caption in (
+            ("M(θ~) and M(θ*) apart", columns(DISTANCES), APART),
+            ("spreads and weights", columns(SPREADS), SPREAD),
+            ("precisions", chosen, f"geometric mean over networks; several λ: {groups}"),
+            ("likelihoods", likelihoods, "NLL in nats, mean ± standard error over networks"),
         )
-    groups = next(iter(epochs.values()))[0][priors[-1]]["map"]["groups"]
-    captions = {
-        f"{name}: M(θ~) and M(θ*) apart": "mean ± standard error over networks. distance: 2-Wasserstein, of the "
-        "Gaussian posteriors of the outputs by M(θ~) and M(θ*) at a test image, mean over images, in logits; relative: "
-        "to the spread of M(θ*); TV: total variation of the two predictives",
-        f"{name}: spreads and weights": "mean ± standard error over networks. spread: root of the trace of the "
-        "outputs' covariance, mean over test images, in logits; θ* − θ~: in standard deviations of the posterior of "
-        "M(θ*) (root of the sum over all its directions), and its norm relative to that of θ~",
-        f"{name}: precisions": f"geometric mean over networks; several λ: {', '.join(groups)}",
-        f"{name}: likelihoods": "NLL in nats, mean ± standard error over networks",
-    }
-    made = zip(captions.items(), (distances, spreads, chosen, likelihoods), strict=True)
-    return [table(title, rows, own, f"{caption}. {paper.OPEN_CAPTION}", "epoch") for (title, caption), own in made]
+    ]
 
 
 def training_claims(found: Found) -> Iterator[str]:
@@ -268,10 +262,7 @@ def draw_training(path: Path, found: Found) -> None:
 
     Crosses: the evidence of a network had not converged.
     """
-    styles: dict[str, dict[str, Any]] = {
-        "single": {"marker": "s", "linestyle": (0, (2, 2))},
-        "per_group": {"marker": "o", "linestyle": "-"},
-    }
+    styles: dict[str, Any] = {"single": {"marker": "s", "linestyle": (0, (2, 2))}, "per_group": {"marker": "o"}}
     with plots.grid(path, 3, len(found["runs"]), 4.4, 2.7, sharex=True, sharey="row") as axes:
         for column, (name, runs) in zip(axes.T, found["runs"].items(), strict=True):
             epochs = by_epoch(runs)

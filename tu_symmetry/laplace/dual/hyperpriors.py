@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import jvp
 
 from tu_symmetry._extras import load_forward_mode
-from tu_symmetry.laplace.dual.evidence import HyperpriorContext
+from tu_symmetry.laplace.dual.priors import StructuredPrior
 
 _ROUNDING = 1e-13
+
+Energy = Callable[[Mapping[str, Tensor]], Tensor]  # of the blocks' hyperparameters, nats, differentiable
+# of a block, for differences ``f[second] - f[first]`` at unit coefficients: [R, pairs], and the size of what cancels
+DifferenceVariances = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def expected_absolute(mean: Tensor, variance: Tensor) -> Tensor:
@@ -40,7 +45,31 @@ def differences(shape: Sequence[int], count: int) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-@dataclass(frozen=True, eq=False)
+class _Differences(NamedTuple):
+    """Of neighbors: the image's own, variances ``[R, pairs]`` for unit coefficients, and the size of what cancels."""
+
+    mean: Tensor
+    variances: Tensor
+    scale: Tensor
+
+    def expectation(self, prior: StructuredPrior, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """``kappa`` of a block, and its derivative in the log length scale."""
+        coefficients = prior.coefficients(phi)
+        variance = coefficients @ self.variances
+        # a variance below the rounding of M_ii + M_jj - 2 M_ij is zero
+        variance = torch.where(variance > _ROUNDING * (coefficients.detach().abs() @ self.scale), variance, 0.0)
+        kappa = expected_absolute(self.mean, variance).sum()
+        direction = torch.zeros_like(phi.detach())
+        direction[prior.hyperparameters.index("lengthscale")] = 1
+        load_forward_mode()
+        change = jvp(prior.coefficients, (phi,), (direction,))[1] @ self.variances
+        positive = variance > 0
+        safe = torch.where(positive, variance, 1.0)
+        density = (-self.mean.square() / (2 * safe)).exp() / (2 * math.pi * safe).sqrt()
+        return kappa, torch.where(positive, density * change, 0.0).sum()
+
+
+@dataclass(frozen=True)
 class TotalVariation:
     """The total-variation PredCP (arXiv 2203.00479): samples of the prior should have little total variation.
 
@@ -64,45 +93,24 @@ class TotalVariation:
     def __post_init__(self) -> None:
         if not (self.weight >= 0 and self.jacobian_weight >= 0):
             raise ValueError(f"weights of a hyperprior are at least 0, got {self.weight} and {self.jacobian_weight}")
-        object.__setattr__(self, "image_shape", tuple(self.image_shape))
 
-    def __call__(self, coefficients: Mapping[str, Tensor], context: HyperpriorContext) -> Tensor:
-        """Negative log density (nats, up to a constant)."""
-        blocks = [name for name, prior in context.priors.items() if "lengthscale" in prior.hyperparameters]
+    def energy(self, outputs: Tensor, variances: DifferenceVariances, priors: Mapping[str, StructuredPrior]) -> Energy:
+        """The negative log density (nats, up to a constant) as a function of the blocks' hyperparameters."""
+        blocks = {name: prior for name, prior in priors.items() if "lengthscale" in prior.hyperparameters}
         if not blocks:
-            raise ValueError(f"TotalVariation is of length scales, and {list(context.priors)} have none")
-        total = torch.zeros((), dtype=torch.float64, device="cpu")
-        for name in blocks:
-            kappa, slope = self.expectation(name, coefficients[name], context)
-            total = total + self.weight * kappa
-            if float(slope.detach()) != 0:  # a block that moves no pixel says nothing about its length scale
-                total = total - self.jacobian_weight * slope.abs().log()
-        return total
+            raise ValueError(f"TotalVariation is of length scales, and {list(priors)} have none")
+        outputs = outputs.detach().double()
+        first, second = (i.to(outputs.device) for i in differences(self.image_shape, outputs.numel()))
+        mean = (outputs[second] - outputs[first]).cpu()
+        found = {name: _Differences(mean, *(v.cpu() for v in variances(name, first, second))) for name in blocks}
 
-    def expectation(self, name: str, coefficients: Tensor, context: HyperpriorContext) -> tuple[Tensor, Tensor]:
-        """``kappa`` of a block, and its derivative in the log length scale."""
-        mean, variances, scale = self._moments(name, context)
-        prior, phi = context.priors[name], context.phi[name]
-        variance = coefficients @ variances
-        # a variance below the rounding of M_ii + M_jj - 2 M_ij is zero
-        variance = torch.where(variance > _ROUNDING * (coefficients.detach().abs() @ scale), variance, 0.0)
-        kappa = expected_absolute(mean, variance).sum()
-        direction = torch.zeros_like(phi.detach())
-        direction[prior.hyperparameters.index("lengthscale")] = 1
-        load_forward_mode()
-        change = jvp(prior.coefficients, (phi,), (direction,))[1] @ variances
-        positive = variance > 0
-        safe = torch.where(positive, variance, 1.0)
-        density = (-mean.square() / (2 * safe)).exp() / (2 * math.pi * safe).sqrt()
-        return kappa, torch.where(positive, density * change, 0.0).sum()
+        def energy(phi: Mapping[str, Tensor]) -> Tensor:
+            total = torch.zeros((), dtype=torch.float64, device="cpu")
+            for name, prior in blocks.items():
+                kappa, slope = found[name].expectation(prior, phi[name])
+                total = total + self.weight * kappa
+                if float(slope.detach()) != 0:  # a block that moves no pixel says nothing about its length scale
+                    total = total - self.jacobian_weight * slope.abs().log()
+            return total
 
-    def _moments(self, name: str, context: HyperpriorContext) -> tuple[Tensor, Tensor, Tensor]:
-        """Differences of the image, their variances for unit coefficients ``[R, pairs]``, and the scale of these."""
-        key = (self.image_shape, name)
-        if key not in context.kept:
-            outputs = context.statistics.outputs.detach().double()
-            first, second = (i.to(outputs.device) for i in differences(self.image_shape, outputs.numel()))
-            variances, scale = context.statistics.difference_variances(name, first, second)
-            context.kept[key] = (outputs[second] - outputs[first]).cpu(), variances.cpu(), scale.cpu()
-        found: tuple[Tensor, Tensor, Tensor] = context.kept[key]
-        return found
+        return energy

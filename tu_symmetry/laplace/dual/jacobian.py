@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from tu_symmetry.laplace.dual.observation import LinearObservation
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+
+_ROWS = 56  # of the Jacobian at once
 
 
 class FlatTangentModel(TangentModel):
@@ -23,26 +24,22 @@ class FlatTangentModel(TangentModel):
         return super().read(found.flatten(1) if several else found, batch)
 
 
-def jacobian(tangent: TangentModel, inputs: Any, *, chunk: int = 56) -> dict[str, Tensor]:
-    """The whole Jacobian of a batch, parameter to ``[batch * outputs, *shape]``."""
+def jacobian(tangent: TangentModel, inputs: Any) -> Tensor:
+    """The whole Jacobian of a batch, ``[batch * outputs, size]``."""
+    found = []
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
-        count, width = outputs.shape
-        flat = outputs.new_empty(count * width, tangent.size)
-        eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
-        for sample in range(count):
+        eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device).unsqueeze(1)
+        for sample in range(len(outputs)):
             row = rows_of(inputs, slice(sample, sample + 1))
             with torch.enable_grad():
                 pullback = vjp(tangent.function(row), tangent.parameters())[1]
-                for start in range(0, width, chunk):
-                    rows = _gradients(tangent, pullback, eye[start : start + chunk].unsqueeze(1))
-                    flat[sample * width + start : sample * width + start + len(rows)] = rows
-    return {name: flat[:, s.start : s.stop].unflatten(1, s.shape) if s.shape else flat[:, s.start]
-            for name, s in tangent.slots.items()}  # fmt: skip
+                found += [_gradients(tangent, pullback, units) for units in eye.split(_ROWS)]
+    return torch.cat(found)
 
 
 def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotangents: Tensor) -> Tensor:
-    """``[count, size]`` for cotangents ``[count, 1, outputs]``, at once where the operators can be vectorized."""
+    """``[count, size]`` for ``[count, batch, outputs]``, at once where the operators can be vectorized."""
 
     def one(cotangent: Tensor) -> dict[str, Tensor]:
         return pullback(cotangent)[0]
@@ -55,42 +52,53 @@ def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotange
     return torch.cat([found[name].detach().reshape(len(cotangents), -1) for name in tangent.names], dim=1)
 
 
+def require_observation(matrix: Tensor | None, outputs: Tensor) -> Tensor:
+    """``A`` ``[values, outputs]`` in the place and dtype of the outputs ``[outputs]``; the identity for None."""
+    if matrix is None:
+        return torch.eye(len(outputs), device="cpu").to(outputs)
+    shape = tuple(matrix.shape)
+    if not matrix.is_floating_point() or matrix.ndim != 2 or shape[1] != len(outputs) or not matrix.isfinite().all():
+        raise ValueError(
+            f"the observation has to be a matrix of finite real numbers [values, {len(outputs)} outputs], got "
+            f"{matrix.dtype} of shape {shape}: an operator of another image size, or one that has to be transposed?"
+        )
+    return matrix.detach().to(outputs)
+
+
+def require_measurements(measurements: Tensor, matrix: Tensor) -> Tensor:
+    """``y``, in the place and dtype of ``A``: one finite real number for each of its rows."""
+    if not measurements.is_floating_point() or measurements.numel() != len(matrix):
+        raise ValueError(f"{len(matrix)} measurements have to be real numbers, got {tuple(measurements.shape)}")
+    if wrong := int((~torch.isfinite(measurements)).sum()):
+        raise ValueError(
+            f"{wrong} of {len(matrix)} measurements are NaN or infinite; leave dead detector bins out of the "
+            "measurements and their rows out of the observation"
+        )
+    return measurements.detach().reshape(-1).to(matrix)
+
+
 class ObservedTangent:
-    """``A J`` and its transpose for all inputs, matrix-free: what the sampling-based evidence works on.
+    """``A J`` of one batch of inputs and its transpose, matrix-free: what the sampling-based evidence works on."""
 
-    Outputs are those of all batches of inputs, one after the other.
-    """
-
-    def __init__(
-        self, tangent: TangentModel, batches: Sequence[Any], observation: LinearObservation | None = None
-    ) -> None:
-        self.tangent, self.batches = tangent, list(batches)
-        self.observation = LinearObservation() if observation is None else observation
+    def __init__(self, tangent: TangentModel, inputs: Any, matrix: Tensor | None = None) -> None:
+        self.tangent, self.inputs, self.size = tangent, inputs, tangent.size
         with evaluating(tangent.model):
-            found = [tangent.outputs(inputs) for inputs in self.batches]
-        self._shapes = [tuple(f.shape) for f in found]
-        self.base = torch.cat([f.reshape(-1) for f in found])
-        self.outputs, self.size = self.base.numel(), tangent.size
-        self.values = self.outputs if self.observation.matrix is None else len(self.observation.matrix)
-        self.observation.check_sizes(self.outputs, self.values)
+            self._outputs = tangent.outputs(inputs)
+        self.base = self._outputs.reshape(-1)
+        self.matrix = require_observation(matrix, self.base)
 
     def forward(self, vectors: Tensor) -> Tensor:
         """``A J v``: ``[count, size] -> [count, values]``."""
-        return self.observation.forward(self.unobserved(vectors))
+        return self.unobserved(vectors) @ self.matrix.mT
 
     def unobserved(self, vectors: Tensor) -> Tensor:
         """``J v``: ``[count, size] -> [count, outputs]``."""
         with evaluating(self.tangent.model):
-            return torch.cat([self.tangent.jvps(inputs, vectors).flatten(1) for inputs in self.batches], dim=1)
+            return self.tangent.jvps(self.inputs, vectors).flatten(1)
 
     def adjoint(self, values: Tensor) -> Tensor:
         """``J^T A^T u``: ``[count, values] -> [count, size]``."""
-        back = self.observation.adjoint(values)
-        lengths = [shape[0] * shape[1] for shape in self._shapes]
-        found = back.new_zeros(len(back), self.size)
-        with evaluating(self.tangent.model):
-            for inputs, own, shape in zip(self.batches, back.split(lengths, dim=1), self._shapes, strict=True):
-                with torch.enable_grad():
-                    pullback = vjp(self.tangent.function(inputs), self.tangent.parameters())[1]
-                    found += _gradients(self.tangent, pullback, own.unflatten(1, shape))
-        return found
+        back = (values @ self.matrix).view(-1, *self._outputs.shape)
+        with evaluating(self.tangent.model), torch.enable_grad():
+            pullback = vjp(self.tangent.function(self.inputs), self.tangent.parameters())[1]
+            return _gradients(self.tangent, pullback, back)

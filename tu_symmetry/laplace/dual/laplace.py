@@ -1,12 +1,20 @@
-"""Exact linearized Laplace for few outputs and many weights, with structured priors and linear observations."""
+"""Linearized Laplace in the space of outputs and observations: exact where outputs are few, however many weights.
+
+The tangent model with prior ``theta ~ N(0, S)`` and observations ``y ~ N(A h, v I)`` is a Gaussian process with kernel
+``F = J S J^T = sum_br c_br(phi) M_br``: the matrices ``M`` are all that is needed of the Jacobian. With
+``K = A F A^T + v I`` and ``m`` measurements, in float64,
+
+    -log Z = 1/2 [ log|K| + |y - A f|^2 / v + theta~^T S^-1 theta~ + m log 2 pi ]      evaluate_at="map"
+    -log Z = 1/2 [ log|K| + y~^T K^-1 y~ + m log 2 pi ],  y~ = y - A (f - J theta~)    evaluate_at="tangent_mode"
+"""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +22,20 @@ from torch import Tensor, nn
 from tu_symmetry.laplace.checks import require_module, require_weights
 from tu_symmetry.laplace.data import batches
 from tu_symmetry.laplace.definite import cholesky
-from tu_symmetry.laplace.dual.evidence import (
-    NOISE,
-    DualEvidence,
-    DualHyperprior,
-    DualOptimizer,
-    DualResult,
-    draw,
-    optimize,
-    statistics,
-)
-from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian
-from tu_symmetry.laplace.dual.observation import LinearObservation
-from tu_symmetry.laplace.dual.priors import IsotropicPrior, StructuredPrior
-from tu_symmetry.laplace.groups import prior_groups
+from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian, require_measurements, require_observation
+from tu_symmetry.laplace.dual.optimize import DualOptimizer, DualResult, optimize
+from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.memory import require_memory
 from tu_symmetry.symmetry.randomness import leaves_randomness
+from tu_symmetry.transfer import moved
 
-DualPrior = Literal["per_layer", "single"]
+NOISE = "log_noise_variance"
+_NEGLIGIBLE = 1e-13  # of a pair's coefficients in a pattern basis that makes most of them zero
+_LOG_2PI = math.log(2 * math.pi)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +44,6 @@ class DualPredictive:
 
     mean: Tensor  # the network's outputs, in their shape
     covariance: Tensor  # of the flattened outputs, [d, d], float64
-    noise_variance: float  # of the measurements
 
     @property
     def variance(self) -> Tensor:
@@ -61,31 +61,56 @@ def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: floa
             "noise that the outputs have themselves with extra_variance=..."
         )
     white = torch.linalg.solve_triangular(root, error.to(full).unsqueeze(1), upper=False)
-    return -0.5 * float(white.square().sum() + len(full) * math.log(2 * math.pi)) - float(root.diagonal().log().sum())
+    return -0.5 * float(white.square().sum() + len(full) * _LOG_2PI) - float(root.diagonal().log().sum())
+
+
+def pattern_kernels(patterns: Tensor, basis: Tensor) -> Tensor:
+    """``M_r = sum_ij E_r[i, j] P_i P_j^T`` ``[R, d, d]`` for rows ``P_i = patterns[:, :, i]``.
+
+    The ``E_r`` share symmetries (those of the grid), so that in the eigenvectors of a random combination of them most
+    entries of all of them vanish: of the 45 pairs of a 3 x 3 kernel some 18 are left, each one matrix product.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(len(basis), generator=generator, dtype=torch.float64, device="cpu") + 0.5
+    vectors = torch.linalg.eigh(torch.einsum("r,rij->ij", weights, basis))[1]
+    rotated = vectors.mT @ basis @ vectors
+    turned = (patterns @ vectors.to(patterns)).permute(2, 0, 1).contiguous()
+    found = patterns.new_zeros(len(basis), len(patterns), len(patterns))
+    limit = _NEGLIGIBLE * float(basis.abs().max()) * basis.shape[-1]
+    for i in range(basis.shape[-1]):
+        for j in range(i, basis.shape[-1]):
+            factors = rotated[:, i, j]
+            used = (factors.abs() > limit).nonzero().reshape(-1).tolist()
+            if not used:
+                continue
+            product = turned[i] @ turned[j].mT
+            if i != j:
+                product = product + product.mT
+            for r in used:
+                found[r].add_(product, alpha=float(factors[r]))
+    return (found + found.mT) / 2
 
 
 class DualLaplace:
     """Linearized Laplace in the space of outputs: exact, for at most some thousands of training outputs ``d``.
 
     The posterior over all linearized weights is not factorized; memory is ``d^2`` for each block and distance.
+    Hyperparameters are one float64 vector ``phi`` of logarithms: those of every block, then the noise variance.
 
     Args:
         model: the trained network, with outputs of any shape; it has to keep its weights and its device.
-        structured: priors of blocks of weights (:class:`KernelPrior`, :class:`IsotropicPrior`).
-        prior: that of the other parameters that require a gradient, isotropic: ``per_layer`` or ``single``. None fixes
-            them.
-        observation: that of all training outputs together, flattened; None to measure the outputs themselves.
-        evaluate_at: where the evidence is evaluated, ``map`` (the trained weights) or ``tangent_mode``.
-
-    Attributes:
-        priors: the blocks, once fitted.
-        statistics: what the evidence is computed from, once fitted.
-        phi: the hyperparameters' logarithms, float64.
+        structured: priors of disjoint blocks of weights (:class:`KernelPrior`, :class:`IsotropicPrior`); all other
+            weights are fixed.
+        observation: ``A`` ``[values, outputs]`` of all training outputs together, flattened; None to measure the
+            outputs themselves.
+        evaluate_at: where the evidence is evaluated, ``map`` (the trained weights) or ``tangent_mode``; it may be set
+            after the fit, too.
 
     Example:
         >>> network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).double()
         >>> x, y = torch.randn(6, 1, 4, 4).double(), torch.randn(6, 1).double()
-        >>> la = DualLaplace(network, structured=[tus.laplace.KernelPrior(["0.weight"])], prior="per_layer")
+        >>> blocks = [tus.laplace.KernelPrior(["0.weight"]), tus.laplace.IsotropicPrior(["3"])]
+        >>> la = DualLaplace(network, structured=blocks)
         >>> found = la.fit([(x, y)]).optimize_evidence()
         >>> la.predictive(x).variance.shape
         torch.Size([6, 1])
@@ -95,113 +120,93 @@ class DualLaplace:
         self,
         model: nn.Module,
         *,
-        structured: Sequence[StructuredPrior] = (),
-        prior: DualPrior | None = "per_layer",
-        observation: LinearObservation | None = None,
+        structured: Sequence[StructuredPrior],
+        observation: Tensor | None = None,
         evaluate_at: EvaluateAt = "tangent_mode",
     ) -> None:
         require_module(model)
-        if prior not in (None, "per_layer", "single"):
-            raise ValueError(f"prior={prior!r} is not known; choose 'per_layer', 'single', or None")
-        if evaluate_at not in ("tangent_mode", "map"):
-            raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose one of ('tangent_mode', 'map')")
-        if prior is None and not structured:
-            raise ValueError("prior=None needs structured=[...]: nothing would be uncertain")
-        self.model, self.prior, self.evaluate_at = model, prior, evaluate_at
-        self.observation = LinearObservation() if observation is None else observation
+        if not structured:
+            raise ValueError("structured=[] names no weights: nothing would be uncertain")
+        self.model, self.observation, self.evaluate_at = model, observation, evaluate_at
         shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-        self.structured = tuple(own.resolve(shapes) for own in structured)
-        taken = [name for own in self.structured for name in own.parameters]
-        self.tangent = FlatTangentModel(model, select_parameters(model, taken if prior is None else None))
-        self.priors: tuple[StructuredPrior, ...] = ()
-        self._evidence: DualEvidence | None = None
-        self._inputs: list[Any] = []
+        resolved = [own.resolve(shapes) for own in structured]
+        taken = [name for own in resolved for name in own.parameters]
+        self.tangent = FlatTangentModel(model, select_parameters(model, taken))
+        self.blocks = Blocks(resolved, self.tangent)
+        self.names = (*(f"{own.name}.log_{h}" for own in resolved for h in own.hyperparameters), NOISE)
 
     @leaves_randomness
     def fit(self, train_loader: Iterable[Any]) -> DualLaplace:
         """Take the Jacobian of all training outputs, and keep what the evidence needs of it.
 
         Args:
-            train_loader: batches ``(inputs, targets)``. Without an observation targets have the outputs' shape; with
-                one they are all measurements, given with the only batch: ``[(x, y)]``.
+            train_loader: one batch ``[(inputs, measurements)]``.
         """
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
         require_independent_samples(self.model)
-        device, direct = next(self.model.parameters()).device, self.observation.matrix is None
-        seen: list[Any] = []
-        targets: list[Tensor] = []
-        rows: list[dict[str, Tensor]] = []
-        found: list[Tensor] = []
-        for inputs, target in batches(train_loader, device):
-            if seen and not direct:
-                raise ValueError("an observation maps all outputs together: give one batch, [(inputs, measurements)]")
-            with torch.inference_mode(False), evaluating(self.model):
-                outputs, shape = self.tangent.outputs(inputs), self._outputs(inputs).shape
-            if direct and (target.numel(), len(target)) != (outputs.numel(), len(outputs)):
-                raise ValueError(
-                    f"targets have shape {tuple(target.shape)}, the network's outputs {tuple(outputs.shape)} when "
-                    "flattened; they need to be equal. Give observation=... where other values are measured"
-                )
-            self.observation.check_sizes(outputs.numel(), target.numel())
-            seen.append(inputs)
-            found.append(outputs.reshape(-1))
-            targets.append(target.detach().reshape(-1))
-            self._require_memory(sum(f.numel() for f in found))
-            with torch.inference_mode(False):
-                rows.append(jacobian(self.tangent, inputs))
-        joined = {name: torch.cat([own[name] for own in rows]) for name in self.tangent.names}
-        rows.clear()
-        self.priors, self._inputs, self._shape = self._blocks(), seen, (-1, *shape[1:])
-        self.statistics = statistics(joined, self.tangent.parameters(), torch.cat(found), self.priors)
-        self._fingerprint = self.tangent.fingerprint()
-        self._evidence = DualEvidence(
-            self.statistics, self.priors, torch.cat(targets), self.observation, evaluate_at=self.evaluate_at
-        )
-        self.phi = self._evidence.initial()
-        return self
-
-    def _require_memory(self, outputs: int) -> None:
-        kernels = 8 * outputs**2 * (sum(len(p.basis) for p in self.structured) + 8)
-        rows = 16 * outputs * self.tangent.size
+        read = list(batches(train_loader, next(self.model.parameters()).device))
+        if len(read) != 1:
+            raise ValueError(f"outputs are taken all together: give one batch [(inputs, targets)], not {len(read)}")
+        ((self._inputs, targets),) = read
+        with evaluating(self.model):
+            found, self._shape = self.tangent.outputs(self._inputs), self._outputs(self._inputs).shape
+        matrix = require_observation(self.observation, found.reshape(-1).double())
+        y = require_measurements(targets, matrix)
+        kernels = 8 * found.numel() ** 2 * (sum(len(p.basis) for p in self.blocks.values()) + 8)
         require_memory(
-            max(kernels, rows),
-            self.tangent.point().device,
-            f"the exact kernel of {outputs} training outputs and {self.tangent.size} weights",
+            max(kernels, 16 * found.numel() * self.tangent.size),
+            found.device,
+            f"the exact kernel of {found.numel()} training outputs and {self.tangent.size} weights",
             "take fewer training outputs. For problems of this size use tu_symmetry.laplace.SampledEvidence, which "
             "multiplies with the Jacobian and never stores it, or LinearizedLaplace",
         )
+        self._keep(jacobian(self.tangent, self._inputs), found, matrix, y)
+        self._fingerprint = self.tangent.fingerprint()
+        self.phi = self.initial()
+        return self
 
-    def _blocks(self) -> tuple[StructuredPrior, ...]:
-        """The structured priors, and isotropic ones for everything else."""
-        taken = {name for own in self.structured for name in own.parameters}
-        slots = {name: slot for name, slot in self.tangent.slots.items() if name not in taken}
-        if not slots or self.prior is None:
-            return self.structured
-        groups = prior_groups(slots, self.prior)
-        members: dict[str, list[str]] = {}
-        for name, number in groups.of.items():
-            members.setdefault(groups.names[int(number)], []).append(name)
-        used = {own.name for own in self.structured}
-        return self.structured + tuple(
-            IsotropicPrior(names, name=f"{label} (rest)" if label in used else label)
-            for label, names in members.items()
-        )
+    def _keep(self, rows: Tensor, outputs: Tensor, matrix: Tensor, y: Tensor) -> None:
+        """What the evidence needs of the network, whatever the hyperparameters."""
+        self.outputs = f = outputs.detach().double().reshape(-1)
+        linear = torch.zeros_like(f)  # J theta~
+        self.kernels: dict[str, Tensor] = {}  # block to M, [R, d, d]
+        self._seconds: dict[str, Tensor] = {}  # block to sum_i t_i t_i^T over the patterns of its trained weights
+        for name, prior in self.blocks.items():
+            own, t = (self.blocks.patterns(name, values).double() for values in (rows, self.tangent.point()))
+            if not bool(torch.isfinite(own).all()):
+                raise ValueError(f"the Jacobian of block {name!r} holds NaN or infinite values")
+            self.kernels[name] = pattern_kernels(own, prior.basis)
+            self._seconds[name] = (t.mT @ t).cpu()
+            linear += own.flatten(1) @ t.reshape(-1)
+        self._values, self._scale = y.numel(), float(y.square().mean())
+        self._residual_squares = float((y - f @ matrix.mT).square().sum())
+        self._target, self._rows, self._outside = y - (f - linear) @ matrix.mT, matrix, 0.0
+        if len(matrix) > len(f):  # what no output can explain, orthogonal to the range of A = Q R, has variance v
+            basis, self._rows = (part.to(f) for part in torch.linalg.qr(matrix.cpu()))
+            target, self._target = self._target, basis.mT @ self._target
+            self._outside = float((target - basis @ self._target).square().sum())
+        r = self._rows
+        observed = [torch.stack([r @ own @ r.mT for own in kernels]) for kernels in self.kernels.values()]
+        self._observed = torch.cat(observed)
+        self._size = self._observed.shape[-1]
 
-    def evaluated_at(self, evaluate_at: EvaluateAt) -> DualLaplace:
-        """The same Jacobian and measurements, the evidence evaluated elsewhere, at the hyperparameters of the start."""
-        other = copy.copy(self)
-        other.evaluate_at = evaluate_at
-        other._evidence = self.evidence.like(evaluate_at=evaluate_at)
-        other.phi = other._evidence.initial()
-        return other
+    def initial(self, noise_variance: float = 1.0) -> Tensor:
+        """Where the blocks start, and a noise variance."""
+        own = [prior.initial() for prior in self.blocks.values()]
+        return torch.cat([*own, torch.tensor([math.log(noise_variance)], dtype=torch.float64, device="cpu")])
 
-    @property
-    def evidence(self) -> DualEvidence:
-        """The evidence as a function of the hyperparameters."""
-        if self._evidence is None:
-            raise RuntimeError("this Laplace approximation has not been fitted; call fit([(inputs, targets)]) first")
-        return self._evidence
+    def bounds(self) -> list[tuple[float, float]]:
+        """Limits of each entry; the noise variance between 1e-10 and 1e10 times the measurements' mean square."""
+        scale = math.log(max(self._scale, 1e-30))
+        return [pair for prior in self.blocks.values() for pair in prior.bounds()] + [(scale - 23.0, scale + 23.0)]
+
+    def split(self, phi: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """The blocks' hyperparameters by name, and the log noise variance."""
+        if phi.shape != (len(self.names),) or not torch.isfinite(phi.detach()).all():
+            raise ValueError(f"phi has to hold {len(self.names)} finite numbers, {self.names}; got {phi.tolist()}")
+        pieces = phi.split([*(len(prior.hyperparameters) for prior in self.blocks.values()), 1])
+        return dict(zip(self.blocks, pieces, strict=False)), pieces[-1][0]
 
     @property
     def noise_variance(self) -> float:
@@ -213,13 +218,13 @@ class DualLaplace:
         """Every hyperparameter by name, no logarithms: ``{"conv1.variance": ..., "noise_variance": ...}``."""
         return {
             name.replace(".log_", ".").replace(NOISE, "noise_variance"): math.exp(value)
-            for name, value in zip(self.evidence.names, self.phi.tolist(), strict=True)
+            for name, value in zip(self.names, self.phi.tolist(), strict=True)
         }
 
     def optimize_evidence(
         self,
         *,
-        hyperprior: DualHyperprior | None = None,
+        hyperprior: TotalVariation | None = None,
         optimizer: DualOptimizer = "l-bfgs-b",
         num_steps: int = 1500,
         lr: float = 0.01,
@@ -227,8 +232,7 @@ class DualLaplace:
         """Choose the hyperparameters by the evidence, with a hyperprior where one is given.
 
         Args:
-            hyperprior: ``hyperprior(coefficients, context)``, a negative log density (nats); see
-                :class:`tu_symmetry.laplace.TotalVariation`.
+            hyperprior: of the length scales.
             optimizer: ``l-bfgs-b``, some dozens of evaluations, or ``adam``, a fixed number of steps.
             num_steps: steps of Adam; the most iterations of L-BFGS-B.
             lr: learning rate of Adam.
@@ -236,69 +240,146 @@ class DualLaplace:
         Warns:
             BoundReachedWarning: hyperparameters that stop at a bound.
         """
-        evidence = self.evidence.like(evaluate_at=self.evaluate_at, hyperprior=hyperprior)
-        found = optimize(evidence, self.phi, optimizer=optimizer, num_steps=num_steps, lr=lr)
+        self._require_fit()
+        objective = partial(self.value_and_gradient, energy=None if hyperprior is None else self.energy(hyperprior))
+        options: Any = {"optimizer": optimizer, "num_steps": num_steps, "lr": lr}
+        found = optimize(objective, self.phi, self.bounds(), self.names, **options)
         self.phi = found.phi
         return found
 
     def log_marginal_likelihood(self) -> float:
         """Log evidence at the present hyperparameters (nats), with all constants and without a hyperprior."""
-        return -self.evidence.value(self.phi)
+        self._require_fit()
+        return -self.value_and_gradient(self.phi)[0]
+
+    def energy(self, hyperprior: TotalVariation) -> Energy:
+        """The hyperprior of this network's outputs."""
+        return hyperprior.energy(self.outputs, self.difference_variances, self.blocks)
+
+    def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """Variances ``[R, pairs]`` of ``f[second] - f[first]`` for unit coefficients, and the size of what cancels."""
+        kernels = self.kernels[name]
+        diagonal = kernels.diagonal(dim1=1, dim2=2)
+        variances = diagonal[:, first] + diagonal[:, second] - 2 * kernels[:, first, second]
+        return variances, diagonal.abs()[:, first] + diagonal.abs()[:, second]
+
+    def value_and_gradient(self, phi: Tensor, energy: Energy | None = None) -> tuple[float, Tensor]:
+        """Negative log evidence (nats) plus the energy of a hyperprior where there is one, and the gradient.
+
+        Raises:
+            ValueError: covariances of measurements or of a block's prior that are singular to rounding.
+        """
+        if self.evaluate_at not in ("map", "tangent_mode"):
+            raise ValueError(f"evaluate_at={self.evaluate_at!r} is not known; choose 'tangent_mode' or 'map'")
+        with torch.enable_grad():
+            leaf = phi.detach().double().clone().requires_grad_()
+            blocks, log_noise = self.split(leaf)
+            joined = torch.cat([self.blocks[name].coefficients(own) for name, own in blocks.items()])
+            noise = float(log_noise.detach().exp())
+            root = self._factor(joined.detach(), noise)
+            inverse = torch.cholesky_inverse(root)
+            free = self._values - self._size
+            slope, sums = inverse, [root.diagonal().log().sum(), inverse.diagonal().sum()]
+            if self.evaluate_at == "tangent_mode":
+                weights = inverse @ self._target
+                slope = inverse - torch.outer(weights, weights)
+                sums += [self._target @ weights, weights.square().sum()]
+            # one wait for the device
+            here, products = moved([torch.stack(sums), self._observed.flatten(1) @ slope.reshape(-1)], joined.device)
+            log_det, trace, *fit = here.tolist()
+            value = 2 * log_det + free * math.log(noise) + self._values * _LOG_2PI
+            noise_slope = trace + free / noise
+            rest = leaf.new_zeros(())
+            if self.evaluate_at == "tangent_mode":
+                value += fit[0] + self._outside / noise
+                noise_slope -= fit[1] + self._outside / noise**2
+            else:
+                value += self._residual_squares / noise
+                noise_slope -= self._residual_squares / noise**2
+                for name, own in blocks.items():
+                    rest = rest + (torch.cholesky_inverse(self.blocks[name].root(own)) * self._seconds[name]).sum()
+                rest = 0.5 * rest
+            if energy is not None:
+                rest = rest + energy(blocks)
+            chained = (joined * (0.5 * products)).sum() + log_noise * (0.5 * noise * noise_slope) + rest
+            (gradient,) = torch.autograd.grad(chained, leaf)
+        return 0.5 * value + float(rest.detach()), gradient
 
     def predictive(self, inputs: Any = None) -> DualPredictive:
         """The Gaussian over all outputs of a batch together; None for the training inputs, which needs no Jacobian."""
+        self._require_fit()
+        if self.tangent.fingerprint() != self._fingerprint:
+            raise RuntimeError(
+                "the network's weights have changed since the Laplace approximation was fitted (further training, "
+                "or weights loaded into it); fit again, or put the fitted weights back"
+            )
         if inputs is None:
-            self._require_weights()
-            mean = self.evidence.statistics.outputs.view(self._shape)
-            return DualPredictive(mean, self.evidence.posterior_covariance(self.phi), self.noise_variance)
-        mean, prior, cross = self._joint(inputs)
-        return DualPredictive(mean.double(), self.evidence.corrected(self.phi, prior, cross), self.noise_variance)
+            mean = self.outputs.view(self._shape)
+            prior = cross = self.prior_covariance(self.phi)
+        else:
+            mean, prior, cross = self._joint(inputs)
+        white = torch.linalg.solve_triangular(self._root(self.phi), self._rows @ cross.mT, upper=False)
+        found = prior - white.mT @ white
+        return DualPredictive(mean, (found + found.mT) / 2)
 
-    def function_samples(
-        self, inputs: Any = None, num_samples: int = 100, *, seed: int = 0, prior: bool = False
-    ) -> Tensor:
-        """Samples of the outputs ``[samples, *outputs.shape]`` round the network's own, joint over all inputs.
+    def function_samples(self, num_samples: int = 100, *, seed: int = 0, prior: bool = False) -> Tensor:
+        """Samples of the training outputs ``[samples, *outputs.shape]`` round the network's own, joint over all.
 
-        Args:
-            inputs: a batch; None for the training inputs.
-            num_samples: how many.
-            seed: seed of the samples.
-            prior: samples of the prior of the tangent model, instead of the posterior.
+        ``prior``: of the prior of the tangent model; the others are such samples, corrected.
         """
+        self._require_fit()
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
-        generator, evidence = torch.Generator().manual_seed(seed), self.evidence
-        if inputs is None:
-            drawn = evidence.deviations(self.phi, num_samples, generator, prior=prior)
-            return (evidence.statistics.outputs + drawn).view(num_samples, *self._shape)
-        mean, own, cross = self._joint(inputs)
-        covariance = (own + own.mT) / 2 if prior else evidence.corrected(self.phi, own, cross)
-        drawn = draw(covariance, num_samples, generator)
-        return (mean.double().reshape(-1) + drawn).view(num_samples, *mean.shape)
+        generator, covariance = torch.Generator().manual_seed(seed), self.prior_covariance(self.phi)
+
+        def normal(size: int) -> Tensor:
+            drawn = torch.randn(num_samples, size, generator=generator, dtype=torch.float64, device="cpu")
+            return drawn.to(covariance)
+
+        values, vectors = torch.linalg.eigh(covariance)  # it may be singular
+        drawn = (normal(len(covariance)) * values.clamp(min=0).sqrt()) @ vectors.mT
+        if not prior:
+            seen = drawn @ self._rows.mT + math.sqrt(self.noise_variance) * normal(self._size)
+            weights = torch.cholesky_solve(seen.unsqueeze(-1), self._root(self.phi)).squeeze(-1)
+            drawn = drawn - weights @ (covariance @ self._rows.mT).mT
+        return (self.outputs + drawn).view(num_samples, *self._shape)
+
+    def prior_covariance(self, phi: Tensor) -> Tensor:
+        """``F = J S J^T`` of the training outputs, ``[d, d]``."""
+        found = self.outputs.new_zeros(len(self.outputs), len(self.outputs))
+        for name, own in self.split(phi)[0].items():
+            found += torch.einsum("r,rij->ij", self.blocks[name].coefficients(own).to(found), self.kernels[name])
+        return found
 
     def _joint(self, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of a batch, their prior covariance, and that with the training outputs ``[own, d]``."""
-        self._require_weights()
+        """Outputs of a batch, their prior covariance, and that with the training outputs ``[own, d]``, float64."""
         device = next(self.model.parameters()).device
         inputs = mapped(lambda own: own.to(device), ordinary(inputs))
         if batch_size(inputs) == 0:
             raise ValueError("the batch holds no samples, so that there is nothing to predict")
-        with torch.inference_mode(False):
-            rows: Mapping[str, Tensor] = jacobian(self.tangent, inputs)
-            phi = self.evidence.split(self.phi)[0]
-            flat = {name: own.reshape(len(own), -1) for name, own in rows.items()}
-            spread: dict[str, Tensor] = {}
-            for prior in self.priors:
-                joined = torch.cat([flat[name] for name in prior.parameters], dim=1)
-                parts = prior.product(phi[prior.name], joined)
-                lengths = [flat[name].shape[1] for name in prior.parameters]
-                spread |= dict(zip(prior.parameters, parts.split(lengths, dim=1), strict=True))
-            weighted = torch.cat([spread[name] for name in self.tangent.names], dim=1)
-            plain = torch.cat([flat[name] for name in self.tangent.names], dim=1)
-            with evaluating(self.model):
-                mean = self._outputs(inputs)
-                seen = [self.tangent.jvps(own, weighted.to(plain)).flatten(1) for own in self._inputs]
-        return mean, plain.double() @ weighted.double().mT, torch.cat(seen, dim=1).double()
+        with evaluating(self.model):
+            plain = jacobian(self.tangent, inputs)
+            weighted = self.blocks.times("covariance", self.split(self.phi)[0], plain)
+            mean, seen = self._outputs(inputs).double(), self.tangent.jvps(self._inputs, weighted)
+        return mean, plain.double() @ weighted.double().mT, seen.flatten(1).double()
+
+    def _root(self, phi: Tensor) -> Tensor:
+        blocks, log_noise = self.split(phi)
+        joined = torch.cat([self.blocks[name].coefficients(own) for name, own in blocks.items()])
+        return self._factor(joined, math.exp(float(log_noise)))
+
+    def _factor(self, coefficients: Tensor, noise: float) -> Tensor:
+        """Cholesky factor of ``R F R^T + v I``, ``[rows, rows]``."""
+        kernel = (coefficients.to(self._observed) @ self._observed.flatten(1)).view(self._size, self._size)
+        kernel.diagonal().add_(noise)
+        root = cholesky(kernel)
+        if root is None:
+            raise ValueError(
+                f"the covariance of the {self._size} observed values is singular to rounding at noise variance "
+                f"{noise:.3g}. Raise the noise variance or bound it from below, lower the bounds of the prior "
+                "variances, or leave out measurements that repeat others"
+            )
+        return root
 
     @torch.no_grad()
     def _outputs(self, inputs: Any) -> Tensor:
@@ -306,9 +387,6 @@ class DualLaplace:
         found: Tensor = self.model(*args, **kwargs)
         return found
 
-    def _require_weights(self) -> None:
-        if self.tangent.fingerprint() != self._fingerprint:
-            raise RuntimeError(
-                "the network's weights have changed since the Laplace approximation was fitted (further training, "
-                "or weights loaded into it); fit again, or put the fitted weights back"
-            )
+    def _require_fit(self) -> None:
+        if not hasattr(self, "phi"):
+            raise RuntimeError("this Laplace approximation has not been fitted; call fit([(inputs, targets)]) first")

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.definite import cholesky
+from tu_symmetry.laplace.tangent import TangentModel
 
 JITTER = 1e-6  # on the diagonal of a kernel, relative to the variance
 
@@ -25,9 +26,7 @@ Prior = TypeVar("Prior", bound="StructuredPrior")
 
 @dataclass(frozen=True)
 class StructuredPrior(ABC):
-    """The prior of one block of weights; see the module for its form.
-
-    Hyperparameters are one float64 vector ``phi``, the logarithms of what ``hyperparameters`` names.
+    """The prior of one block of weights; its ``phi`` are the logarithms of what ``hyperparameters`` names, float64.
 
     Args:
         parameters: names, or prefixes of names, of the block's parameters.
@@ -68,7 +67,7 @@ class StructuredPrior(ABC):
     @property
     @abstractmethod
     def basis(self) -> Tensor:
-        """``E``, float64 ``[R, k, k]``, each symmetric."""
+        """``E``, float64 ``[R, k, k]``."""
 
     @abstractmethod
     def coefficients(self, phi: Tensor) -> Tensor:
@@ -102,17 +101,6 @@ class StructuredPrior(ABC):
                 f"{dict(zip(self.hyperparameters, phi.exp().tolist(), strict=True))}: bound the hyperparameters"
             )
         return root
-
-    def product(self, phi: Tensor, vector: Tensor) -> Tensor:
-        """``(I (x) K) v`` for ``v`` of shape ``[..., n * k]``."""
-        return self._by_pattern(vector, lambda v: v @ self.covariance(phi).to(v))
-
-    def root_product(self, phi: Tensor, vector: Tensor) -> Tensor:
-        """``(I (x) chol(K)) v``: of standard normal noise it is a sample of the prior."""
-        return self._by_pattern(vector, lambda v: v @ self.root(phi).to(v).mT)
-
-    def _by_pattern(self, vector: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return function(vector.unflatten(-1, (-1, self.pattern))).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -154,10 +142,10 @@ class KernelPrior(StructuredPrior):
         found = super().resolve(shapes)
         kernels = {tuple(shapes[name][2:]) for name in found.parameters}
         if len(kernels) != 1 or kernels == {()}:
-            seen = {name: tuple(shapes[name]) for name in found.parameters}
             raise ValueError(
                 f"block {self.name!r} needs weights of convolutions with one kernel shape (all axes after the second); "
-                f"its parameters have shapes {seen}. Use IsotropicPrior for biases and linear layers"
+                f"its parameters have shapes { {name: tuple(shapes[name]) for name in found.parameters} }. Use "
+                "IsotropicPrior for biases and linear layers"
             )
         return replace(found, shape=kernels.pop())
 
@@ -183,3 +171,38 @@ def _distances(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     squares = (points.unsqueeze(0) - points.unsqueeze(1)).square().sum(-1)
     values, which = torch.unique(squares, return_inverse=True)
     return values.sqrt(), which
+
+
+class Blocks(dict[str, StructuredPrior]):
+    """Resolved priors by name, which have every parameter of a tangent model in exactly one block.
+
+    ``places``: block to the places of its weights in the flat vector, pattern after pattern.
+    """
+
+    def __init__(self, priors: Sequence[StructuredPrior], tangent: TangentModel) -> None:
+        super().__init__({prior.name: prior for prior in priors})
+        if len(self) != len(priors):
+            raise ValueError(f"two blocks have the same name: {[prior.name for prior in priors]}; give name=...")
+        taken = [name for prior in priors for name in prior.parameters]
+        twice = sorted({name for name in taken if taken.count(name) > 1})
+        lacking = [name for name in tangent.names if name not in taken]
+        if twice:
+            raise ValueError(f"{twice[:6]} lie in two blocks of the prior")
+        if lacking:
+            raise ValueError(f"the prior says nothing about {lacking[:6]}; add blocks")
+        self.places: dict[str, Tensor] = {}
+        for prior in priors:
+            ranges = [torch.arange(*tangent.slots[name][:2], device="cpu") for name in prior.parameters]
+            self.places[prior.name] = torch.cat(ranges).to(tangent.point().device)
+
+    def patterns(self, name: str, vectors: Tensor) -> Tensor:
+        """Flat vectors ``[..., size]`` as the patterns of one block, ``[..., n, k]``."""
+        return vectors[..., self.places[name]].unflatten(-1, (-1, self[name].pattern))
+
+    def times(self, kind: Literal["covariance", "root"], phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
+        """``S v`` of ``[count, size]``, or ``L v`` with ``L L^T = S``: of normal noise a sample of the prior."""
+        found = torch.zeros_like(vectors)
+        for name, places in self.places.items():
+            matrix: Tensor = getattr(self[name], kind)(phi[name])
+            found[:, places] = (self.patterns(name, vectors) @ matrix.to(vectors).mT).flatten(-2)
+        return found

@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.dual.evidence import DualHyperprior, HyperpriorContext, require_disjoint
-from tu_symmetry.laplace.dual.jacobian import ObservedTangent
-from tu_symmetry.laplace.dual.observation import require_measurements
-from tu_symmetry.laplace.dual.priors import StructuredPrior
+from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
+from tu_symmetry.laplace.dual.jacobian import ObservedTangent, require_measurements
+from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
 
 Product = Callable[[Tensor], Tensor]
 
@@ -99,54 +98,12 @@ def nystrom_preconditioner(
     return lambda vector: vector + (vector @ vectors * weights) @ vectors.mT
 
 
-@dataclass(frozen=True, eq=False)
-class SampledResult:
+class SampledResult(NamedTuple):
     """What the sampling-based evidence found."""
 
     phi: dict[str, Tensor]  # block to hyperparameters (logarithms)
     noise_variance: float
-    history: list[dict[str, Any]] = field(repr=False)  # hyperparameters and noise variance of each step
-
-
-@dataclass(frozen=True, eq=False)
-class SampledStatistics:
-    """What a hyperprior reads of a network whose kernels fit nowhere: its outputs, and variances by random signs.
-
-    The prior variance of a difference of outputs is ``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over the patterns of a
-    block, ``g_n`` being its derivative in the weights of one. ``G`` is estimated once, whatever the hyperparameters:
-    with random signs ``u_n``, ``h = sum_n u_n g_n`` takes one Jacobian product for each entry of a pattern, and
-    ``E h h^T = G``. An estimate is never negative, and off by ``sqrt(2 / num_probes)`` of itself at worst.
-    """
-
-    evidence: SampledEvidence
-    num_probes: int
-
-    def __post_init__(self) -> None:
-        if self.num_probes < 1:
-            raise ValueError(f"num_probes={self.num_probes} has to be at least 1")
-
-    @property
-    def outputs(self) -> Tensor:
-        """``f``, all outputs in one vector ``[d]``."""
-        return self.evidence.operator.base
-
-    def difference_variances(self, name: str, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        """Estimates of :meth:`.evidence.DualStatistics.difference_variances`, float64 on the CPU."""
-        own, operator = self.evidence, self.evidence.operator
-        prior = own.priors[name]
-        generator = torch.Generator().manual_seed(own.seed + 104729 * (1 + list(own.priors).index(name)))
-        basis, places = prior.basis.double(), own.index[name].view(-1, prior.pattern)
-        total = torch.zeros(len(basis), len(first), dtype=torch.float64, device="cpu")
-        for _ in range(self.num_probes):
-            signs = 2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1
-            vectors = operator.base.new_zeros(prior.pattern, operator.size)
-            for offset in range(prior.pattern):
-                vectors[offset, places[:, offset]] = signs.to(vectors)
-            moved = operator.unobserved(vectors)
-            h = (moved[:, second.to(moved.device)] - moved[:, first.to(moved.device)]).double().cpu()
-            for r, form in enumerate(basis):  # one form after the other: [k, pairs] is what is in memory
-                total[r] += (h * (form @ h)).sum(0)
-        return total / self.num_probes, total.abs() / self.num_probes
+    noise_variances: list[float]  # after each step
 
 
 class SampledEvidence:
@@ -160,7 +117,6 @@ class SampledEvidence:
         rank: rank of the preconditioner; 0 for none.
         tolerance: tolerance of conjugate gradients.
         max_iterations: most iterations of conjugate gradients.
-        seed: seed of the preconditioner, and of what :meth:`adam` draws.
     """
 
     def __init__(
@@ -173,54 +129,36 @@ class SampledEvidence:
         rank: int = 200,
         tolerance: float = 1e-3,
         max_iterations: int = 50,
-        seed: int = 0,
     ) -> None:
-        tangent = operator.tangent
-        require_disjoint(priors, tangent.names)
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
-        self.operator, self.priors = operator, {prior.name: prior for prior in priors}
-        point = tangent.point()
-        self.like, self.seed, self.count = point[:1], seed, num_samples
+        self.operator, self.blocks = operator, Blocks(priors, operator.tangent)
+        point = operator.tangent.point()
+        self.like, self.count = point[:1], num_samples
         self.rank, self.tolerance, self.max_iterations = rank, tolerance, max_iterations
-        y = require_measurements(measurements).reshape(-1).to(point)
-        operator.observation.check_sizes(operator.outputs, y.numel())
-        observe = operator.observation.forward
-        self.residual = y - observe(operator.base.unsqueeze(0))[0]
-        self.target = self.residual + operator.forward(point.unsqueeze(0))[0]
-        self.index = {
-            prior.name: torch.cat(
-                [torch.arange(*tangent.slots[name][:2], device="cpu") for name in prior.parameters]
-            ).to(point.device)
-            for prior in priors
-        }
+        self.values = len(operator.matrix)
+        y = require_measurements(measurements, operator.matrix)
+        self.target = y - operator.matrix @ operator.base + operator.forward(point.unsqueeze(0))[0]
 
-    def _by_block(self, phi: Mapping[str, Tensor], vectors: Tensor, method: str) -> Tensor:
-        found = torch.zeros_like(vectors)
-        for name, prior in self.priors.items():
-            own = self.index[name]
-            found[:, own] = getattr(prior, method)(phi[name], vectors[:, own])
-        return found
-
-    def kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
+    def _kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """``A J S J^T A^T u`` for ``[count, m]``."""
-        return self.operator.forward(self._by_block(phi, self.operator.adjoint(vectors), "product"))
+        return self.operator.forward(self.blocks.times("covariance", phi, self.operator.adjoint(vectors)))
 
     def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> Product | None:
         """A preconditioner of the given rank, at these hyperparameters."""
         if self.rank == 0:
             return None
-        generator = torch.Generator().manual_seed(self.seed + 1)
+        generator = torch.Generator().manual_seed(1)
         return nystrom_preconditioner(
-            lambda u: self.kernel(phi, u), self.operator.values, self.rank, noise, generator, self.like
+            lambda u: self._kernel(phi, u), self.values, self.rank, noise, generator, self.like
         )
 
-    def solve(
-        self, phi: Mapping[str, Tensor], noise: float, right: Tensor, *, preconditioner: Product | None = None
+    def _solve(
+        self, phi: Mapping[str, Tensor], noise: float, right: Tensor, preconditioner: Product | None = None
     ) -> Tensor:
         """``K^-1 b`` for ``[count, m]``; a :class:`SolverWarning` where it stops before the tolerance."""
         found = conjugate_gradients(
-            lambda u: self.kernel(phi, u) + noise * u,
+            lambda u: self._kernel(phi, u) + noise * u,
             right,
             preconditioner=preconditioner,
             tolerance=self.tolerance,
@@ -251,43 +189,59 @@ class SampledEvidence:
         generator = torch.Generator().manual_seed(seed)
         drawn, error = (
             torch.randn(count, n, generator=generator, dtype=self.like.dtype, device="cpu").to(self.like)
-            for n in (self.operator.size, self.operator.values)
+            for n in (self.operator.size, self.values)
         )
-        prior = self._by_block(phi, drawn, "root_product")
+        prior = self.blocks.times("root", phi, drawn)
         right = self.operator.forward(prior) + math.sqrt(noise) * error
-        right = torch.cat([right, self.target.unsqueeze(0)])
-        solved = self.solve(phi, noise, right, preconditioner=preconditioner)
-        back = self._by_block(phi, self.operator.adjoint(solved), "product")
+        solved = self._solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner)
+        back = self.blocks.times("covariance", phi, self.operator.adjoint(solved))
         return prior - back[:-1], back[-1]
 
     def gradient(
-        self,
-        phi: Mapping[str, Tensor],
-        noise: float,
-        *,
-        seed: int = 0,
-        preconditioner: Product | None = None,
+        self, phi: Mapping[str, Tensor], noise: float, *, seed: int = 0, preconditioner: Product | None = None
     ) -> tuple[dict[str, Tensor], float]:
         """Unbiased gradient of ``-log Z`` (at the tangent mode), by block in ``phi``, and in the log noise variance."""
         generator = torch.Generator().manual_seed(seed)
-        m = self.operator.values
+        m = self.values
         probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator, device="cpu") - 1).to(self.like)
-        right = torch.cat([probes, self.target.unsqueeze(0)])
-        solved = self.solve(phi, noise, right, preconditioner=preconditioner)
+        solved = self._solve(phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner)
         pulled = self.operator.adjoint(torch.cat([solved, probes]))
-        left, alpha, plain = pulled[: self.count], pulled[self.count], pulled[self.count + 1 :]
         found = {}
-        for name, prior in self.priors.items():
-            own = self.index[name]
-            by_pattern = [x[..., own].unflatten(-1, (-1, prior.pattern)) for x in (left, plain, alpha)]
-            outer = torch.einsum("snk,snl->kl", by_pattern[0], by_pattern[1]) / self.count
-            outer = outer - torch.einsum("nk,nl->kl", by_pattern[2], by_pattern[2])
+        for name, prior in self.blocks.items():
+            own = self.blocks.patterns(name, pulled)
+            left, alpha, plain = own[: self.count], own[self.count], own[self.count + 1 :]
+            outer = torch.einsum("snk,snl->kl", left, plain) / self.count - torch.einsum("nk,nl->kl", alpha, alpha)
             slopes = 0.5 * torch.einsum("kl,rkl->r", outer.double().cpu(), prior.basis)
             with torch.enable_grad():
                 leaf = phi[name].detach().clone().requires_grad_()
                 (found[name],) = torch.autograd.grad((prior.coefficients(leaf) * slopes).sum(), leaf)
         trace = float((solved[: self.count] * probes).sum() / self.count)
         return found, 0.5 * noise * (trace - float(solved[self.count].square().sum()))
+
+    def difference_variances(
+        self, name: str, first: Tensor, second: Tensor, *, num_probes: int
+    ) -> tuple[Tensor, Tensor]:
+        """Estimates of :meth:`.laplace.DualLaplace.difference_variances`, float64 on the CPU.
+
+        The prior variance of a difference of outputs is ``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over the patterns of
+        a block, ``g_n`` being its derivative in the weights of one. With random signs ``u_n``, ``h = sum_n u_n g_n``
+        takes one Jacobian product for each entry of a pattern, and ``E h h^T = G``. An estimate is never negative, and
+        off by ``sqrt(2 / num_probes)`` of itself at worst.
+        """
+        prior = self.blocks[name]
+        places = self.blocks.places[name].view(-1, prior.pattern)
+        generator = torch.Generator().manual_seed(104729 * (1 + list(self.blocks).index(name)))
+        total = torch.zeros(len(prior.basis), len(first), dtype=torch.float64, device="cpu")
+        for _ in range(num_probes):
+            signs = 2 * torch.randint(0, 2, (len(places),), generator=generator, device="cpu") - 1
+            vectors = self.like.new_zeros(prior.pattern, self.operator.size)
+            for offset in range(prior.pattern):
+                vectors[offset, places[:, offset]] = signs.to(vectors)
+            outputs = self.operator.unobserved(vectors)
+            h = (outputs[:, second] - outputs[:, first]).double().cpu()
+            for r, form in enumerate(prior.basis):  # one form after the other: [k, pairs] is what is in memory
+                total[r] += (h * (form @ h)).sum(0)
+        return total / num_probes, total.abs() / num_probes
 
     def adam(
         self,
@@ -297,7 +251,7 @@ class SampledEvidence:
         lr: float = 0.01,
         decay_every: int = 1000,
         refresh_every: int = 100,
-        hyperprior: DualHyperprior | None = None,
+        hyperprior: TotalVariation | None = None,
         hyperprior_probes: int = 20,
     ) -> SampledResult:
         """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
@@ -308,51 +262,41 @@ class SampledEvidence:
             lr: learning rate of Adam.
             decay_every: steps after which the learning rate is halved.
             refresh_every: steps after which the preconditioner is made anew.
-            hyperprior: added to the negative log evidence, as for :class:`~.evidence.DualEvidence`; of
-                :class:`~tu_symmetry.laplace.TotalVariation` the variances are estimated, once for all steps.
+            hyperprior: added to the negative log evidence; its variances are estimated, once for all steps.
             hyperprior_probes: random signs of each block for these estimates.
         """
-        leaves = {name: prior.initial() for name, prior in self.priors.items()}
+        energy = None
+        if hyperprior is not None:
+            variances = partial(self.difference_variances, num_probes=hyperprior_probes)
+            energy = hyperprior.energy(self.operator.base, variances, self.blocks)
+        leaves = {name: prior.initial() for name, prior in self.blocks.items()}
+        bounds = {n: torch.tensor(p.bounds(), dtype=torch.float64, device="cpu") for n, p in self.blocks.items()}
         noise = torch.tensor(math.log(noise_variance), dtype=torch.float64, device="cpu")
         optimizer = torch.optim.Adam([*leaves.values(), noise], lr=lr)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
-        history: list[dict[str, Any]] = []
+        history: list[float] = []
         preconditioner = None
-        kept: dict[Any, Any] = {}
-        statistics = SampledStatistics(self, hyperprior_probes)
         for step in range(num_steps):
             variance = float(noise.exp())
             if step % refresh_every == 0:
                 preconditioner = self.preconditioner(leaves, variance)
-            seed = self.seed + 7919 * (step + 1)
-            slopes, noise_slope = self.gradient(leaves, variance, seed=seed, preconditioner=preconditioner)
-            if hyperprior is not None:
-                for name, slope in self._hyperprior_slopes(hyperprior, statistics, leaves, kept).items():
-                    slopes[name] = slopes[name] + slope
+            slopes, noise_slope = self.gradient(leaves, variance, seed=7919 * (step + 1), preconditioner=preconditioner)
+            for name, slope in ({} if energy is None else slopes_of(energy, leaves)).items():
+                slopes[name] = slopes[name] + slope
             for name, own in leaves.items():
                 own.grad = slopes[name]
             noise.grad = torch.tensor(noise_slope, dtype=torch.float64, device="cpu")
             optimizer.step()
             schedule.step()
             for name, own in leaves.items():
-                limits = torch.tensor(self.priors[name].bounds(), dtype=torch.float64, device="cpu")
-                own.copy_(own.clamp(limits[:, 0], limits[:, 1]))
-            history.append(
-                {"phi": {name: own.tolist() for name, own in leaves.items()}, "noise_variance": float(noise.exp())}
-            )
+                own.copy_(own.clamp(bounds[name][:, 0], bounds[name][:, 1]))
+            history.append(float(noise.exp()))
         return SampledResult(leaves, float(noise.exp()), history)
 
-    def _hyperprior_slopes(
-        self,
-        hyperprior: DualHyperprior,
-        statistics: SampledStatistics,
-        phi: Mapping[str, Tensor],
-        kept: dict[Any, Any],
-    ) -> dict[str, Tensor]:
-        """Gradients of a negative log density of the hyperparameters; blocks that it does not read are left out."""
-        with torch.enable_grad():
-            leaves = {name: own.detach().clone().requires_grad_() for name, own in phi.items()}
-            context = HyperpriorContext(statistics, self.priors, leaves, kept)
-            value = hyperprior({n: self.priors[n].coefficients(own) for n, own in leaves.items()}, context)
-            found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-        return {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}
+
+def slopes_of(energy: Energy, phi: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of a hyperprior's energy by block; blocks that it does not read are left out."""
+    with torch.enable_grad():
+        leaves = {name: own.detach().clone().requires_grad_() for name, own in phi.items()}
+        found = torch.autograd.grad(energy(leaves), list(leaves.values()), allow_unused=True)
+    return {name: slope for name, slope in zip(leaves, found, strict=True) if slope is not None}

@@ -1,13 +1,13 @@
 """The training data of the search for the joint optimum, and products with the network's Jacobian at all of them.
 
-What a product needs of the network is computed once and kept where it fits a memory budget, for batches that are joined
-to chunks. Data that do not fit the memory themselves are read from the loader again for every product.
+Data are read once. What a product needs of the network is computed once, too, and kept where it fits a memory budget,
+for batches that are joined to chunks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, zip_longest
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,43 +26,35 @@ _COPIES = 2  # what is kept for J and for J^T is about as much each
 class TrainingData:
     """Chunks of the training data, and products with the Jacobian at all of them.
 
-    ``targets`` and ``outputs`` are those of every chunk of this process, with ``entries`` numbers in the outputs. Of
-    all processes are ``samples``, the mean bytes ``size`` of the data, and how many chunks are ``kept`` linearized.
+    ``chunks``, ``targets`` and ``outputs`` are those of this process, with ``entries`` numbers in the outputs. Of all
+    processes are ``samples``, the mean bytes ``size`` of the data, and how many chunks are ``kept`` linearized.
     """
 
     def __init__(
-        self,
-        tangent: TangentModel,
-        likelihood: Likelihood,
-        loader: Iterable[Any],
-        *,
-        budget: int = BUDGET,
-        most: int = BUDGET,
+        self, tangent: TangentModel, likelihood: Likelihood, loader: Iterable[Any], *, budget: int = BUDGET
     ) -> None:
         self.tangent, self.likelihood = tangent, likelihood
         device = tangent.point().device
+        self.chunks: list[Any] = []
         self.targets: list[Tensor] = []
         self.outputs: list[Tensor] = []
         self._linear: list[Linearization | None] = []
-        self._chunks: list[Any] = []
-        read = _read(loader, device, most)
-        self._loader = loader if read is None else None
-        size = 0
-        if read is None:
-            with together(device):
-                for inputs, targets in batches(loader, device):
-                    self._take(inputs, targets, None)
-        else:
-            size = sum(_bytes(inputs, targets) for inputs, targets in read)
-            first = rows_of(read[0][0], slice(0, 8))
-            each = max(1.0, _saved(tangent, first) / batch_size(first))
-            rows = max(1, int(_CHUNK / each))
-            affordable = int((budget - size) / (_COPIES * each))
-            for inputs, targets in _joined(read, rows if affordable > 0 and tangent.joins else 0):
-                affords = affordable >= batch_size(inputs)
-                affordable -= batch_size(inputs) if affords else 0
-                self._chunks.append(inputs)
-                self._take(inputs, targets, tangent.linearize(inputs) if affords else None)
+        with together(device):
+            read = list(batches(loader, device))
+        size = sum(t.numel() * t.element_size() for pair in read for own in pair for t in tensors_in(own))
+        first = rows_of(read[0][0], slice(0, 8))
+        each = max(1.0, _saved(tangent, first) / batch_size(first))
+        affordable = int((budget - size) / (_COPIES * each))
+        rows = max(1, int(_CHUNK / each)) if affordable > 0 and tangent.joins else 0
+        for inputs, targets in _joined(read, rows):
+            affords = affordable >= batch_size(inputs) or not tangent.joins  # what is not joined is linearized already
+            affordable -= batch_size(inputs) if affords else 0
+            own = tangent.linearize(inputs) if affords else None
+            outputs = tangent.outputs(inputs) if own is None else own.outputs
+            self.chunks.append(inputs)
+            self._linear.append(own)
+            self.outputs.append(outputs)
+            self.targets.append(likelihood.targets(outputs, targets))
         self.entries = sum(o.numel() for o in self.outputs)
         own_samples = float(sum(len(o) for o in self.outputs))
         kept = sum(own is not None for own in self._linear)
@@ -70,57 +62,18 @@ class TrainingData:
         all_reduce(counts)
         self.samples, self.kept, self.size = (round(float(count)) for count in counts)
 
-    def _take(self, inputs: Any, targets: Tensor, own: Linearization | None) -> None:
-        outputs = self.tangent.outputs(inputs) if own is None else own.outputs
-        self._linear.append(own)
-        self.outputs.append(outputs)
-        self.targets.append(self.likelihood.targets(outputs, targets))
-
-    def chunks(self) -> Iterator[Any]:
-        """The inputs of every chunk; a ``ValueError`` where the loader is read again, and gives other batches."""
-        if self._loader is None:
-            yield from self._chunks
-            return
-        read = batches(self._loader, self.outputs[0].device)
-        for batch, outputs, expected in zip_longest(read, self.outputs, self.targets):
-            same = batch is not None and outputs is not None and batch_size(batch[0]) == len(outputs)
-            if not same or not torch.equal(self.likelihood.targets(outputs, batch[1]), expected):
-                raise ValueError(
-                    "the training data do not fit the memory, so that every pass reads the loader, and it gives other "
-                    "batches than before: pass one that does not shuffle, or raise memory=..., which keeps the data"
-                )
-            yield batch[0]
-
     def push(self, vector: Tensor) -> list[Tensor]:
         """The Jacobian times a flat vector, chunk by chunk in the outputs' shapes."""
-        pairs = zip(self.chunks(), self._linear, strict=True)
+        pairs = zip(self.chunks, self._linear, strict=True)
         return [self.tangent.jvp(inputs, vector)[1] if own is None else own.push(vector) for inputs, own in pairs]
 
     def pull(self, cotangents: Sequence[Tensor]) -> Tensor:
         """The transposed Jacobian times cotangents in the outputs' shapes, summed over all data: a flat vector."""
         found = torch.zeros_like(self.tangent.point())
-        for inputs, own, cotangent in zip(self.chunks(), self._linear, cotangents, strict=True):
+        for inputs, own, cotangent in zip(self.chunks, self._linear, cotangents, strict=True):
             found += self.tangent.vjp(inputs, cotangent) if own is None else own.pull(cotangent)
         all_reduce(found)
         return found
-
-
-def _bytes(*values: Any) -> int:
-    return sum(t.numel() * t.element_size() for own in values for t in tensors_in(own))
-
-
-def _read(loader: Iterable[Any], device: torch.device, most: int) -> list[tuple[Any, Tensor]] | None:
-    """All batches; None where those of any process take more than ``most`` bytes."""
-    read, size = [], 0
-    with together(device):
-        for inputs, targets in batches(loader, device):
-            size += _bytes(inputs, targets)
-            if size > most:
-                break
-            read.append((inputs, targets))
-    large = torch.tensor(float(size > most), device=device)
-    all_reduce(large)  # all processes go the same way
-    return None if float(large) > 0 else read
 
 
 def _saved(tangent: TangentModel, inputs: Any) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,8 +52,7 @@ def most_rows(data: TrainingData, groups: PriorGroups, memory: int) -> int:
     return found if found >= min(wanted, _FEWEST) else 0
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """Masks of the longest columns of the outputs' roots, chunk by chunk and piece by piece.
 
     They hold the ``share`` of the trace of all output Hessians; each holds ``excess`` times as much as the mean column.
@@ -184,7 +183,7 @@ def _gathered(data: TrainingData, linear: Sequence[Tensor], chosen: Chosen) -> T
     rows = linear[0].new_zeros(int(counts.sum()), size)
     at = int(counts[:rank].sum())
     each = max(1, min(_SAMPLES, _ENTRIES // max(1, size)))
-    for inputs, masks, pieces in zip(data.chunks(), chosen.masks, _pieces(data, linear), strict=True):
+    for inputs, masks, pieces in zip(data.chunks, chosen.masks, _pieces(data, linear), strict=True):
         for mask, (part, root) in zip(masks, pieces, strict=True):
             where = mask.nonzero()
             for some in where.split(each) if len(where) else ():

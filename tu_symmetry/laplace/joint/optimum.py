@@ -88,7 +88,7 @@ def _searched(
     memory = _memory(theta) if memory is None else memory
     rows = min(_for_rows(memory), MOST_ROWS * theta.element_size() * theta.numel())
     with evaluating(fitted.model):
-        data = TrainingData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows, most=memory)
+        data = TrainingData(fitted.tangent, fitted.likelihood, loader, budget=memory - rows)
         return joint_optimum(
             fitted,
             data,
