@@ -140,7 +140,7 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
     parts = []
     for inputs, labels in zip(x.split(500), y.split(500), strict=True):
         found = predictive.tempered_predictives(
-            la.fitted, predictive.Drawer(), inputs, temperatures,
+            la.fitted, inputs, temperatures,
             num_samples=100, link_approx="mc", covariance="auto", seed=0,
         )  # fmt: skip
         parts.append(torch.stack([la.likelihood.nll(p, labels) for p in found]))

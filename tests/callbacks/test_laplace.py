@@ -502,7 +502,7 @@ def test_wrong_options_are_refused_at_once() -> None:
         Fit(prior="per_unit")
     with pytest.raises(TypeError, match="priors"):
         Fit(priors="single")
-    Fit(parameters=["head"], groups={"head": ["head.weight"]})
+    Fit(parameters=["head"])
 
 
 def test_in_yaml(tmp_path: Path) -> None:
@@ -598,17 +598,6 @@ def test_members_of_a_deep_ensemble_are_a_mixture() -> None:
     each = [la.predictive(x, link_approx="probit") for la in callback.laplaces]
     assert [la.model for la in callback.laplaces] == list(model.core_models)
     torch.testing.assert_close(callback.mixture.predictive(x, link_approx="probit"), (each[0] + each[1]) / 2)
-
-
-def test_a_precision_for_each_weight_is_said_in_a_line_for_each_parameter(caplog: pytest.LogCaptureFixture) -> None:
-    """And neither logged nor drawn weight by weight."""
-    callback = Fit(prior="diagonal", curvature="diag", evaluate_at="map")
-    with caplog.at_level("INFO"):
-        trainer(callback, epochs=1).fit(Routine(), Data())
-    (said,) = [m for m in caplog.messages if m.startswith("Laplace approximation")]
-    assert callback.laplace is not None and len(callback.laplace.report()) == callback.laplace.tangent.size == 53
-    names = [line.split(":")[0].strip() for line in said.splitlines()[1:]]
-    assert names == list(callback.laplace.tangent.names)
 
 
 class Measured(Routine):

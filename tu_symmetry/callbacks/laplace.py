@@ -112,7 +112,7 @@ class FitLaplace(Callback):
         super().__init__()
         require_numbers(standard_errors=standard_errors)
         some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
-        without_names = {k: v for k, v in options.items() if k not in ("parameters", "graph", "groups")}
+        without_names = {k: v for k, v in options.items() if k not in ("parameters", "graph")}
         with isolate_rng(include_cuda=False):  # the layer's weights are drawn
             LinearizedLaplace(nn.Linear(1, 2), some, **without_names)  # refuses wrong options before training
         if calibrate not in (True, False, "auto"):
@@ -282,7 +282,7 @@ class FitLaplace(Callback):
         """Choose the temperatures for the predictions that the LightningModule will make."""
         self.calibrations, self._chosen_on = [], None
         options = [predictive_options(pl_module, laplace) for laplace in laplaces]
-        if self.calibrate is False or any(own.get("link_approx") == "mean" for own in options):
+        if self.calibrate is False:
             return
         self._chosen_on = self._held_out(trainer, training)
         data, held_out = self._chosen_on, True

@@ -175,17 +175,10 @@ def say(
 
 
 def _summary(laplace: LinearizedLaplace, which: str) -> str:
-    groups, rows = laplace.prior_groups, laplace.report()
     lines = [
         f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
-        for row in rows
+        for row in laplace.report()
     ]
-    if groups.weights:  # a line for all weights of a parameter
-        lines = []
-        for name, slot in groups.slots.items():
-            own = rows[slot.start : slot.stop]
-            found, gamma = sorted(row.precision for row in own), sum(row.gamma for row in own)
-            lines.append(f"  {name}: lambda {found[0]:.3g} to {found[-1]:.3g}, gamma {gamma:.4g} of {len(own)}")
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     head = f"Laplace approximation{which} from {laplace.summary.samples} training samples:"
     return "\n".join([head, *lines[:_SHOWN], *more])

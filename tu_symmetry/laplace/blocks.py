@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 BlockKind = Literal["kronecker", "dense", "diagonal", "coupled"]
+_CHUNK = 8  # samples of the weights that are drawn at once
+_KEPT = 1 << 30  # bytes of samples that are kept
 
 
 def rotate(rows: Tensor, basis: Tensor) -> Tensor:
@@ -45,7 +47,7 @@ class Block(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the coefficients."""
+        """Of the coefficients."""
 
     @property
     def stop(self) -> int:
@@ -200,6 +202,7 @@ class Posterior:
     def __init__(self, blocks: Sequence[Block], log_precision: Tensor, noise: float) -> None:
         self.blocks, self.log_precision, self.noise = tuple(blocks), log_precision, noise
         self.size = self.blocks[-1].stop
+        self._drawn: dict[tuple[int, int, int], Tensor] = {}  # by seed, number of samples, and the first one of a few
 
     def covariance_product(self, vectors: Tensor) -> Tensor:
         """Covariance times ``vectors`` ``[..., size]``."""
@@ -212,6 +215,29 @@ class Posterior:
     def sample(self, noise: Tensor) -> Tensor:
         """Samples from standard normal ``noise`` ``[..., size]``."""
         return self._apply(noise, -0.5)
+
+    def draws(self, count: int, seed: int) -> Iterator[Tensor]:
+        """Samples ``[n, size]``, a few at a time, which are kept as long as no others are asked for.
+
+        Sample ``i`` is a function of the seed and ``i`` alone: the noise of a CPU generator with seed
+        ``1_000_003 * seed + i``, turned by the symmetric root of the covariance. Beyond a GiB they are drawn anew.
+        """
+        if any(key[:2] != (seed, count) for key in self._drawn):
+            self._drawn.clear()
+        like = next(iter(self.blocks[0].tensors().values()))
+        limit = _KEPT // (like.element_size() * max(1, self.size))
+        for first in range(0, count, _CHUNK):
+            last = min(first + _CHUNK, count)
+            own = self._drawn.get((seed, count, first))
+            if own is None:
+                noise = torch.empty(last - first, self.size, dtype=like.dtype, device="cpu")
+                for number, row in enumerate(noise, first):
+                    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+                    torch.randn(self.size, generator=generator, device="cpu", out=row)
+                own = self.sample(noise.to(like.device))
+            if last <= limit:
+                self._drawn[seed, count, first] = own
+            yield own
 
     def _apply(self, vectors: Tensor, power: float) -> Tensor:
         pieces = [b.apply(vectors[..., b.start : b.stop], power, self.log_precision, self.noise) for b in self.blocks]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.predictive import tempered_predictives
 from tu_symmetry.laplace.report import Quality
 from tu_symmetry.laplace.tangent import evaluating
 
@@ -60,9 +60,7 @@ class Judged:
         return found
 
 
-def judge(
-    fitted: FittedLaplace, drawer: predictive.Drawer, loader: Iterable[Any], temperatures: list[float], **options: Any
-) -> Judged:
+def judge(fitted: FittedLaplace, loader: Iterable[Any], temperatures: list[float], **options: Any) -> Judged:
     """The predictions of held-out data at every temperature, with the ``options`` of predictions."""
     likelihood, device = fitted.likelihood, fitted.tangent.point().device
     hits: list[Tensor] = []
@@ -72,10 +70,7 @@ def judge(
         for inputs, targets in batches(loader, device):
             with evaluating(fitted.model):
                 observed = likelihood.observed(fitted.tangent.outputs(inputs), targets)
-            found, count = (
-                predictive.tempered_predictives(fitted, drawer, inputs, temperatures, **options),
-                len(observed),
-            )
+            found, count = tempered_predictives(fitted, inputs, temperatures, **options), len(observed)
             nll.append(torch.stack([likelihood.nll(p, observed).reshape(count, -1).sum(1) for p in found]))
             observations.append(likelihood.present(observed).reshape(count, -1).sum(1).double())
             right = [own for p in found if (own := likelihood.hits(p, observed)) is not None]

@@ -55,6 +55,7 @@ class Layer(ABC):
     def __init__(self, name: str, weight: Part | None, bias: Part | None) -> None:
         self.name = self.path = name
         self.weight, self.bias = weight, bias
+        self.parts = [part for part in (weight, bias) if part is not None]
 
     @abstractmethod
     def rows(self, inputs: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from tu_symmetry.transfer import numbers
 
 LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
-FisherType = Literal["type-2", "mc", "empirical"]
-LinkApprox = Literal["mc", "probit", "mean"]
+FisherType = Literal["type-2", "mc"]
+LinkApprox = Literal["mc", "probit"]
 
 BINS = 15  # of the calibration error
 _NORMALIZED = 1e-3  # error of the sum of a soft label
@@ -43,8 +43,8 @@ class GaussianPredictive(NamedTuple):
 
 def check_link_approx(link_approx: str) -> None:
     """Refuse unknown ones; the Laplace bridge (arXiv 2003.01227) among them, which changes the predicted class."""
-    if link_approx not in ("mc", "probit", "mean"):
-        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc', 'probit' or 'mean'")
+    if link_approx not in ("mc", "probit"):
+        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc' or 'probit'")
 
 
 class Directions:
@@ -118,10 +118,6 @@ class Likelihood(ABC):
         """Which observations are not left out, bool, one row for each sample: ``[batch]`` or ``[batch, ...]``."""
         return torch.ones_like(observed, dtype=torch.bool)
 
-    def count(self, observed: Tensor) -> int:
-        """The number of observations, by which torch's mean losses divide."""
-        return int(self.present(observed).sum())
-
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Targets in the form that the loss takes, one row for each sample."""
         return self.observed(outputs, targets)
@@ -146,26 +142,18 @@ class Likelihood(ABC):
         """``[columns, *outputs.shape]`` with ``sum_r root_r root_r^T`` equal to every observation's Hessian."""
 
     @abstractmethod
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Monte-Carlo :meth:`hessian_root`: gradients at targets drawn from the model, by a generator of the CPU."""
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Monte-Carlo :meth:`hessian_root`: the gradient at targets drawn from the model, by a generator of the CPU."""
 
     def root(
-        self,
-        outputs: Tensor,
-        targets: Tensor,
-        fisher_type: FisherType,
-        *,
-        mc_samples: int = 1,
-        generator: torch.Generator | None = None,
+        self, outputs: Tensor, targets: Tensor, fisher_type: FisherType, generator: torch.Generator | None = None
     ) -> Directions:
-        """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample."""
+        """Columns whose outer products sum to every sample's output Hessian, or to a Monte-Carlo estimate of it."""
         if fisher_type == "type-2":
             return Directions(self.hessian_root(outputs, targets), joint=False)
-        if fisher_type == "mc":
-            if generator is None:
-                raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
-            return Directions(self.sampled_root(outputs, targets, mc_samples, generator), joint=True)
-        return Directions(self.residual(outputs, targets).unsqueeze(0), joint=False)
+        if generator is None:
+            raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
+        return Directions(self.sampled_root(outputs, targets, generator), joint=True)
 
     @abstractmethod
     def of_function(self, outputs: Tensor) -> Tensor:
@@ -227,16 +215,15 @@ class _Separate(Likelihood):
 
 
 class Categorical(Likelihood):
-    """Softmax classification.
+    """Softmax classification: torch's cross entropy, summed.
 
     Class numbers are ``[batch]``, ``[batch, positions]`` or ``[batch, height, width]``; soft labels have the shape of
     the network's output, and add up to 1 over the classes. With labels ``q`` (one-hot, or soft), ``C`` classes,
-    smoothing ``e`` and class weights ``w`` the loss of an observation is torch's cross entropy, summed::
+    smoothing ``e``, class weights ``w``, and ``p = softmax(f)``::
 
-        loss = -sum_c q'_c log softmax(f)_c,    q'_c = w_c ((1 - e) q_c + e / C)
+        loss = -sum_c q'_c log p_c,    q'_c = w_c ((1 - e) q_c + e / C)
 
-    Its gradient is ``|q'| p - q'`` and its Hessian ``|q'| (diag p - p p^T)``, where ``p = softmax(f)`` and ``|q'|`` is
-    the sum of ``q'``: a label of weight 2 counts as two. Predictions are compared with the labels as they are.
+    The gradient is ``|q'| p - q'`` and the Hessian ``|q'| (diag p - p p^T)``, where ``|q'|`` is the sum of ``q'``.
 
     Args:
         label_smoothing: ``e``, between 0 and 1.
@@ -290,7 +277,7 @@ class Categorical(Likelihood):
             raise ValueError(
                 f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, classification with outputs "
                 f"{tuple(outputs.shape)} [batch, positions, outputs] needs {tuple(outputs.shape[:-1])} class numbers, "
-                "or soft labels in the shape of the outputs. Categorical(class_axis=1) says where classes are; "
+                "or soft labels in the shape of the outputs (Categorical(class_axis=1) says where classes are); "
                 "likelihood='regression' takes real targets"
             )
         found = found.long()
@@ -311,48 +298,30 @@ class Categorical(Likelihood):
         return labels != self.ignore_index
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Class numbers, or ``q'`` in the shape of the outputs where there is more to it."""
-        found = self.observed(outputs, targets)
-        if not (found.is_floating_point() or self.label_smoothing or self.class_weights is not None):
-            return found
-        labels = self._rows(outputs, found)
+        """``q'`` in the shape of the outputs; zeros for a label that is left out."""
+        labels = self.observed(outputs, targets)
+        if not labels.is_floating_point():
+            present = self.present(labels)
+            labels = F.one_hot(torch.where(present, labels, 0), outputs.shape[-1]).to(outputs) * present.unsqueeze(-1)
         if self.label_smoothing:
-            share = self.label_smoothing * labels.sum(-1, keepdim=True) / outputs.shape[-1]  # an ignored label has none
+            share = self.label_smoothing * labels.sum(-1, keepdim=True) / outputs.shape[-1]
             labels = (1 - self.label_smoothing) * labels + share
         if self.class_weights is not None:
             labels = labels * torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
         return labels
 
-    def _rows(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """One row for each label: a soft one itself, a class number one-hot, an ignored one zeros."""
-        if labels.is_floating_point():
-            return labels
-        present = self.present(labels)
-        rows = F.one_hot(torch.where(present, labels, 0), outputs.shape[-1]).to(outputs)
-        return rows * present.unsqueeze(-1)
-
-    def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``|q'|`` of every observation, ``[..., 1]``."""
-        if targets.is_floating_point():
-            return targets.sum(-1, keepdim=True)
-        return self.present(targets).to(outputs).unsqueeze(-1)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Summed over positions and outputs."""
-        if targets.is_floating_point():
-            return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
-        ignored = -100 if self.ignore_index is None else self.ignore_index
-        found = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignored)
-        return found.view(len(targets), -1).sum(1)
+        return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target."""
-        return self._mass(outputs, targets) * outputs.softmax(-1) - self._rows(outputs, targets)
+        """``|q'| p - q'``."""
+        return targets.sum(-1, keepdim=True) * outputs.softmax(-1) - targets
 
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """``|q'| (diag p - p p^T) vectors``."""
         p = outputs.softmax(-1)
-        return self._mass(outputs, targets) * p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        return targets.sum(-1, keepdim=True) * p * (vectors - (p * vectors).sum(-1, keepdim=True))
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Exact root with one column less than classes.
@@ -366,17 +335,16 @@ class Categorical(Likelihood):
         basis = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)[:, 1:] - (
             reflector.unsqueeze(-1) * (q[..., 1:] / (1 + q[..., :1])).unsqueeze(-2)
         )
-        q = q * self._mass(outputs, targets).sqrt()
+        q = q * targets.sum(-1, keepdim=True).sqrt()
         return (q.unsqueeze(-1) * basis).movedim(-1, 0)
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Prediction less a drawn label, weighted."""
         p = outputs.softmax(-1)
-        uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
+        uniform = torch.rand(*p.shape[:-1], 1, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
-        onehot = F.one_hot(labels, p.shape[-1]).to(p)
-        root = (p.unsqueeze(-2) - onehot).movedim(-2, 0) / mc_samples**0.5
-        return root * self._mass(outputs, targets).sqrt()
+        root = p - F.one_hot(labels.squeeze(-1), p.shape[-1]).to(p)
+        return (root * targets.sum(-1, keepdim=True).sqrt()).unsqueeze(0)
 
     def of_function(self, outputs: Tensor) -> Tensor:
         """Probabilities."""
@@ -467,11 +435,11 @@ class Bernoulli(_Separate):
         """The diagonal of the Hessian."""
         return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid()
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Prediction less a drawn answer, weighted."""
         p = outputs.sigmoid()
-        uniform = torch.rand(mc_samples, *p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
-        return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt() / mc_samples**0.5
+        uniform = torch.rand(1, *p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
+        return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt()
 
     def of_function(self, outputs: Tensor) -> Tensor:
         """Probabilities."""
@@ -540,10 +508,9 @@ class Gaussian(_Real):
         """The diagonal of the Hessian."""
         return torch.ones_like(outputs)
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
-        noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu")
-        return noise.to(outputs.device) / mc_samples**0.5
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Noise of unit variance."""
+        return torch.randn(1, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu").to(outputs.device)
 
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
@@ -598,11 +565,11 @@ class HeteroscedasticGaussian(_Real):
         _, s = self._split(outputs)
         return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Gradients at targets drawn from the model."""
         mean, s = self._split(outputs)
-        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(s.device)
-        return torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1) / mc_samples**0.5
+        noise = torch.randn(1, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(s.device)
+        return torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1)
 
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
@@ -642,6 +609,7 @@ def _hits(confidence: Tensor, right: Tensor) -> Tensor:
 KINDS: dict[str, type[Likelihood]] = {
     kind.name: kind for kind in (Categorical, Gaussian, Bernoulli, HeteroscedasticGaussian)
 }
+_LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
 
 
 def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, Any] | None = None) -> Likelihood:
@@ -652,17 +620,11 @@ def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, An
     """
     if isinstance(kind, Likelihood):
         return kind
-    if isinstance(kind, nn.Module):
-        found = likelihood_of(kind)
-        if found is None:
-            raise ValueError(f"{type(kind).__name__} is no likelihood that is known here; pass one of {sorted(KINDS)}")
-        return found
-    if kind not in KINDS:
-        raise ValueError(f"likelihood={kind!r} is not known; choose one of {sorted(KINDS)}")
-    return KINDS[kind](**(options or {}))
-
-
-_LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
+    found = likelihood_of(kind) if isinstance(kind, nn.Module) else None
+    if found is None and (not isinstance(kind, str) or kind not in KINDS):
+        name = type(kind).__name__ if isinstance(kind, nn.Module) else repr(kind)
+        raise ValueError(f"likelihood={name} is not known; choose one of {sorted(KINDS)}")
+    return found or KINDS[str(kind)](**(options or {}))
 
 
 def likelihood_of(loss: nn.Module) -> Likelihood | None:

@@ -1,7 +1,6 @@
 """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, and back.
 
-For example, ``[batch, classes, height, width]`` is read as ``[batch, height * width, classes]``, pixels row by row, and
-predictions are given back in the network's own shape.
+``[batch, classes, height, width]`` is read as ``[batch, height * width, classes]``, pixels row by row.
 """
 
 from __future__ import annotations
@@ -30,18 +29,15 @@ def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
     """What a network returns, see :func:`tensor_in`, as ``[batch, outputs]`` or ``[batch, positions, outputs]``.
 
     Raises:
-        TypeError: something else than a tensor of real numbers, in half precision for example.
+        TypeError: something else than a tensor of real numbers in single or double precision.
         ValueError: another first axis than the batch.
     """
     found = tensor_in(found, class_axis)
     if found.dtype not in (torch.float32, torch.float64):
-        cause = "only real numbers have a derivative (return logits, not the classes chosen by argmax)"
-        if found.is_floating_point():
-            cause = (
-                "half precision has too few digits for a curvature: call model.float(), and leave out torch.autocast "
-                "inside the network"
-            )
-        raise TypeError(f"the network's outputs are of type {found.dtype}; {cause}")
+        raise TypeError(
+            f"the network's outputs are of type {found.dtype}; curvatures need real numbers (logits, not classes) in "
+            "single or double precision: call model.float(), and leave out torch.autocast inside the network"
+        )
     if found.ndim == 0 or len(found) != batch:
         raise ValueError(
             f"the network's output has shape {tuple(found.shape)} for a batch of {batch} samples; its first axis has "
@@ -63,7 +59,7 @@ def check_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tens
     if not torch.isfinite(outputs.detach()).all():
         raise ValueError(
             "the network's output holds NaN or infinite values: its weights come from a diverged run, or the inputs "
-            "are not finite; no curvature of it would mean anything"
+            "are not finite"
         )
     return outputs
 
@@ -91,5 +87,5 @@ def tensor_in(found: Any, class_axis: int | None = None) -> Tensor:
         return torch.cat([loc, 2 * scale.log()], dim=class_axis_of(loc.ndim, class_axis))
     raise TypeError(
         f"the network returns a {type(found).__name__}; it has to return a tensor of outputs, or an object or mapping "
-        "with 'logits'. Wrap it in a module whose forward gives that tensor alone (the logits)"
+        "with 'logits'. Wrap it in a module whose forward gives that tensor alone"
     )
