@@ -14,7 +14,6 @@ from tu_symmetry.callbacks.members import ModuleSource, network_of, resolve_modu
 from tu_symmetry.laplace.checks import made_in_inference_mode
 from tu_symmetry.laplace.likelihood import (
     Categorical,
-    HeteroscedasticGaussian,
     Likelihood,
     LikelihoodName,
     likelihood_of,
@@ -102,12 +101,9 @@ def training_likelihood(
     loss = getattr(pl_module, "loss", None)
     if given is not None or not isinstance(loss, nn.Module):
         return given or "classification"
-    from torch_uncertainty.losses import DistributionNLLLoss
     from torch_uncertainty.routines import SegmentationRoutine
 
     found = likelihood_of(loss)
-    if type(loss) is DistributionNLLLoss and getattr(pl_module, "dist_family", None) == "normal":
-        found = HeteroscedasticGaussian()
     if isinstance(found, Categorical) and isinstance(pl_module, SegmentationRoutine):
         found = Categorical(**found.config() | {"ignore_index": 255})  # which the routine leaves out itself
     if found is None or (found.noisy and hasattr(pl_module, "num_classes")):

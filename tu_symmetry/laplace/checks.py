@@ -84,6 +84,7 @@ def examine(
         _require_a_function(tangent, inputs, outputs)
         cotangent = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(outputs)
         expected = _gradient(tangent, inputs, cotangent)
+        _require_gradients(tangent, inputs, outputs, expected)
         if functional:
             with _differentiating():
                 tangent.vjp(inputs, cotangent)
@@ -147,6 +148,25 @@ def _gradient(tangent: TangentModel, inputs: Any, cotangent: Tensor) -> Tensor:
             return torch.zeros_like(tangent.point())
         found = torch.autograd.grad(outputs, list(own.values()), cotangent, allow_unused=True, materialize_grads=True)
     return tangent.flatten(dict(zip(own, found, strict=True)))
+
+
+def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, gradient: Tensor) -> None:
+    """A parameter without any gradient does not move the outputs."""
+    point, generator = tangent.point(), torch.Generator().manual_seed(1)
+    for name, slot in tangent.slots.items():
+        own = slice(slot.start, slot.stop)
+        if bool(gradient[own].any()):
+            continue
+        step = torch.randn(slot.stop - slot.start, generator=generator, dtype=point.dtype, device="cpu").to(point)
+        moved = point.clone()
+        moved[own] += 1e-2 * step * (point[own].square().mean().sqrt() + 1e-2)
+        with torch.no_grad():
+            found = tangent.function(inputs)(tangent.unflatten(moved))
+        if _far(tangent.model, found, outputs):
+            raise ValueError(
+                f"the network's outputs depend on {name}, but it gets no gradient: torch.no_grad(), detach(), a step "
+                "function or reentrant activation checkpointing cut it off. Let gradients through, or freeze it"
+            )
 
 
 def _recovered(

@@ -183,7 +183,7 @@ def _of_vectors(name: str, start: int, number: Tensor, found: Tensor) -> Block:
 class _Sums:
     """Named sums over the data, with second moments of vectors: their matrix, or its diagonal of long ones."""
 
-    def __init__(self, dense_limit: int = DENSE_LIMIT) -> None:
+    def __init__(self, dense_limit: int) -> None:
         self.dense_limit = dense_limit
         self.found: dict[str, Tensor] = {}
 
@@ -205,7 +205,7 @@ class _Factors(_Sums):
         self.layer, self.reduce = layer, options.kfac_approx == "reduce"
         self.shared = options.bias == "shared" and isinstance(layer, MatrixLayer)
         self.rows: Tensor | None = None
-        super().__init__()
+        super().__init__(DENSE_LIMIT)
         self.inputs: InputMoments | None = None
         if isinstance(layer, MatrixLayer) and layer.weight is not None:
             self.inputs = InputMoments(layer, reduce=self.reduce)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from tu_symmetry.transfer import numbers
 
-LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
+LikelihoodName = Literal["classification", "regression", "binary"]
 FisherType = Literal["type-2", "mc"]
 LinkApprox = Literal["mc", "probit"]
 
@@ -85,10 +85,9 @@ class Likelihood(ABC):
 
     Attributes:
         name: the name of the kind of likelihood.
-        noisy: whether losses are divided by a noise variance that the evidence finds.
+        noisy: whether observations are real values, with a noise variance that the evidence finds and that divides
+            losses; else they are labels, and predictions probabilities.
         quadratic: whether the loss is quadratic in the outputs.
-        convex: whether it is convex in them, so that the tangent model has one mode.
-        labels: whether predictions are probabilities of labels.
         class_axis: the axis of the network's output that holds the classes (or other outputs of one position); None
             for the last of two or three axes, and for axis 1 of four and more, torch's convention of images.
     """
@@ -96,8 +95,6 @@ class Likelihood(ABC):
     name: LikelihoodName
     noisy = False
     quadratic = False
-    convex = True
-    labels = False
 
     def __init__(self, *, class_axis: int | None = None) -> None:
         self.class_axis = class_axis
@@ -132,10 +129,7 @@ class Likelihood(ABC):
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """Hessian of the loss in the outputs, times ``vectors`` ``[..., *outputs.shape]``.
-
-        Where the loss is not convex, it is the Fisher information instead.
-        """
+        """Hessian of the loss in the outputs, times ``vectors`` ``[..., *outputs.shape]``."""
 
     @abstractmethod
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -200,20 +194,6 @@ class Likelihood(ABC):
         return targets
 
 
-class _Separate(Likelihood):
-    """A likelihood whose Hessian with respect to the outputs is diagonal."""
-
-    @abstractmethod
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal, in the outputs' shape."""
-
-    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        return self.curvature(outputs, targets) * vectors
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.diag_embed(self.curvature(outputs, targets).sqrt()).movedim(-1, 0)
-
-
 class Categorical(Likelihood):
     """Softmax classification: torch's cross entropy, summed.
 
@@ -233,7 +213,6 @@ class Categorical(Likelihood):
     """
 
     name: LikelihoodName = "classification"
-    labels = True
 
     def __init__(
         self,
@@ -367,7 +346,7 @@ class Categorical(Likelihood):
         return _hits(confidence, predicted == labels[present])
 
 
-class Bernoulli(_Separate):
+class Bernoulli(Likelihood):
     """Yes or no, for one output or several independent ones: binary cross entropy with logits, summed.
 
     Targets are 0, 1 or probabilities between them, in the shape of the outputs; the last axis may be left out for a
@@ -381,7 +360,6 @@ class Bernoulli(_Separate):
     """
 
     name: LikelihoodName = "binary"
-    labels = True
 
     def __init__(
         self, *, pos_weight: float | Sequence[float] | Tensor | None = None, class_axis: int | None = None
@@ -431,9 +409,14 @@ class Bernoulli(_Separate):
         """Prediction less target."""
         return targets.sum(-1) * outputs.sigmoid() - targets[..., 0]
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the Hessian."""
-        return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid()
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """The Hessian is diagonal."""
+        return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid() * vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One column for each output."""
+        diagonal = self.hessian_product(outputs, targets, torch.ones_like(outputs))
+        return torch.diag_embed(diagonal.sqrt()).movedim(-1, 0)
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
         """Prediction less a drawn answer, weighted."""
@@ -456,33 +439,7 @@ class Bernoulli(_Separate):
         return _hits(torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
 
 
-class _Real(_Separate):
-    """A likelihood of real values."""
-
-    def of_function(self, outputs: Tensor) -> Tensor:
-        return outputs
-
-    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        mean, variance = prediction.mean.double(), prediction.variance.double()
-        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-
-    def _seen(self, mean: Tensor, targets: Tensor) -> Tensor:
-        """Finite targets in the shape and type of the mean, whose last axis may be left out for a single output."""
-        found = self._aligned(mean, targets)
-        if found.ndim == mean.ndim - 1:
-            found = found.unsqueeze(-1)
-        if found.shape != mean.shape:
-            raise ValueError(
-                f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(mean.shape)}; regression "
-                "needs them equal"
-            )
-        found = found.to(mean.dtype)
-        if not torch.isfinite(found).all():
-            raise ValueError("regression targets hold NaN or infinite values")
-        return found
-
-
-class Gaussian(_Real):
+class Gaussian(Likelihood):
     """Regression with homoscedastic noise; losses are for unit noise variance."""
 
     name: LikelihoodName = "regression"
@@ -490,8 +447,19 @@ class Gaussian(_Real):
     quadratic = True
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Finite targets in the shape and type of the means."""
-        return self._seen(outputs, targets)
+        """Finite targets in the shape and type of the outputs; of a single output the last axis may be left out."""
+        found = self._aligned(outputs, targets)
+        if found.ndim == outputs.ndim - 1:
+            found = found.unsqueeze(-1)
+        if found.shape != outputs.shape:
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(outputs.shape)}; regression "
+                "needs them equal"
+            )
+        found = found.to(outputs.dtype)
+        if not torch.isfinite(found).all():
+            raise ValueError("regression targets hold NaN or infinite values")
+        return found
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error; zero where that is rounding (16 units of the targets' root mean square)."""
@@ -504,13 +472,21 @@ class Gaussian(_Real):
         """Prediction less target."""
         return outputs - targets
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the Hessian."""
-        return torch.ones_like(outputs)
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """The Hessian is the identity."""
+        return vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One column for each output."""
+        return torch.diag_embed(torch.ones_like(outputs)).movedim(-1, 0)
 
     def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
         """Noise of unit variance."""
         return torch.randn(1, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu").to(outputs.device)
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """The outputs."""
+        return outputs
 
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
@@ -519,65 +495,10 @@ class Gaussian(_Real):
         epistemic = temperature * variance
         return GaussianPredictive(mean, epistemic + noise, epistemic)
 
-
-class HeteroscedasticGaussian(_Real):
-    """Regression in which the network also gives the variance of the noise, for every sample.
-
-    Of ``2 D`` outputs the first ``D`` are means ``m``, the others *log variances* ``s``::
-
-        loss = 1/2 exp(-s) (y - m)^2 + s / 2 + 1/2 log(2 pi)
-
-    It is not convex in ``s``. The curvature is the Fisher information, ``exp(-s)`` of ``m`` and ``1/2`` of ``s``. At
-    ``tangent_mode`` the weights are a stationary point, and the evidence has no certificate (``gap`` is NaN). The
-    predictive variance is ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the variance of ``m``.
-    """
-
-    name: LikelihoodName = "heteroscedastic"
-    convex = False
-
-    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        if outputs.shape[-1] % 2:
-            raise ValueError(
-                f"likelihood='heteroscedastic' needs a mean and a log variance for each target: an even number of "
-                f"outputs, but there are {outputs.shape[-1]}"
-            )
-        mean, log_variance = outputs.chunk(2, dim=-1)
-        return mean, log_variance
-
-    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Finite targets in the shape and type of the means."""
-        return self._seen(self._split(outputs)[0], targets)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed over positions and outputs."""
-        mean, s = self._split(outputs)
-        each = 0.5 * ((-s).exp() * (targets - mean).square() + s + math.log(2 * math.pi))
-        return each.flatten(1).sum(1)
-
-    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target."""
-        mean, s = self._split(outputs)
-        difference, precision = mean - targets, (-s).exp()
-        return torch.cat([precision * difference, 0.5 - 0.5 * precision * difference.square()], dim=-1)
-
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the Hessian."""
-        _, s = self._split(outputs)
-        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
-
-    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model."""
-        mean, s = self._split(outputs)
-        noise = torch.randn(1, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(s.device)
-        return torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1)
-
-    def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
-    ) -> GaussianPredictive:
-        """Mean and variances."""
-        own, s = self._split(mean)
-        epistemic, spread = self._split(temperature * variance)
-        return GaussianPredictive(own, epistemic + (s + spread / 2).exp(), epistemic)
+    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """The negative log-likelihood of every output."""
+        mean, variance = prediction.mean.double(), prediction.variance.double()
+        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
 
 
 def _weights(values: Sequence[float] | Tensor, option: str) -> tuple[float, ...]:
@@ -606,9 +527,7 @@ def _hits(confidence: Tensor, right: Tensor) -> Tensor:
     return torch.cat([hits.sum(0, keepdim=True), bins])
 
 
-KINDS: dict[str, type[Likelihood]] = {
-    kind.name: kind for kind in (Categorical, Gaussian, Bernoulli, HeteroscedasticGaussian)
-}
+KINDS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Gaussian, Bernoulli)}
 _LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
 
 

@@ -32,7 +32,7 @@ def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
         TypeError: something else than a tensor of real numbers in single or double precision.
         ValueError: another first axis than the batch.
     """
-    found = tensor_in(found, class_axis)
+    found = tensor_in(found)
     if found.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"the network's outputs are of type {found.dtype}; curvatures need real numbers (logits, not classes) in "
@@ -71,20 +71,13 @@ def in_own_shape(values: Tensor, shape: torch.Size, class_axis: int | None) -> T
     return values.unflatten(-2, places).movedim(-1, axis - len(shape))
 
 
-def tensor_in(found: Any, class_axis: int | None = None) -> Tensor:
-    """The tensor that a network returns, or that is in the ``logits`` of an object or a mapping.
-
-    A mapping with ``loc`` and ``scale`` (a normal distribution of TorchUncertainty's layers) is read as means and log
-    variances ``2 log(scale)``, next to each other on the class axis.
-    """
+def tensor_in(found: Any) -> Tensor:
+    """The tensor that a network returns, or that is in the ``logits`` of an object or a mapping."""
     if isinstance(found, Tensor):
         return found
     logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    if isinstance(found, Mapping) and set(found) == {"loc", "scale"}:
-        loc, scale = (own.unsqueeze(-1) if own.ndim == 1 else own for own in (found["loc"], found["scale"]))
-        return torch.cat([loc, 2 * scale.log()], dim=class_axis_of(loc.ndim, class_axis))
     raise TypeError(
         f"the network returns a {type(found).__name__}; it has to return a tensor of outputs, or an object or mapping "
         "with 'logits'. Wrap it in a module whose forward gives that tensor alone"

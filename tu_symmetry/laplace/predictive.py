@@ -56,7 +56,7 @@ def tempered_predictives(
     """The predictive of one batch at several temperatures, from the same covariances or samples."""
     likelihood = fitted.likelihood
     deviations: Tensor | None = None
-    sampled = likelihood.labels and link_approx == "mc"
+    sampled = not likelihood.noisy and link_approx == "mc"
     if not any(temperatures):
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)

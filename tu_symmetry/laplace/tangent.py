@@ -177,7 +177,7 @@ class TangentModel:
         with evaluating(self.model), torch.no_grad():
             args, kwargs = arguments(rows_of(inputs, slice(0, 1)))
             found = self.model(*args, **kwargs)
-        return in_own_shape(values, tensor_in(found, self.class_axis).shape, self.class_axis)
+        return in_own_shape(values, tensor_in(found).shape, self.class_axis)
 
     def point(self) -> Tensor:
         """The linearization point, ``[size]``."""
