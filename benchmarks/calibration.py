@@ -20,7 +20,6 @@ from benchmarks.joint import images
 from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.calibration import TEMPERATURES, Judged
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import Quality
 from tu_symmetry.reporting.grid import Grid
 
 _EPOCHS, _SEEDS, _SPLITS = (8, 40, 150), 3, 50
@@ -148,8 +147,7 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
 
 
 def _choose(nll: Tensor, standard_errors: float) -> int:
-    judged = Judged([Quality(s) for s in nll.mean(1).tolist()], nll.shape[1], nll, torch.ones_like(nll[0]))
-    return judged.choose(standard_errors)
+    return Judged(nll, torch.ones_like(nll[0])).choose(standard_errors)
 
 
 def main(name: str, epochs: str, seed: str, threads: str) -> None:

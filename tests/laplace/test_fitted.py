@@ -33,7 +33,6 @@ def contents(fitted: FittedLaplace) -> dict[str, Any]:
 
 
 DERIVED: dict[str, Callable[[LinearizedLaplace, Any], Any]] = {
-    "precision": lambda la, x: la.fitted.with_precision(3.0),
     "theta": lambda la, x: la.fitted.with_theta(torch.zeros_like(la.theta)),
     "restarted": lambda la, x: la.fitted.restarted(evaluate_at="map"),
     "mode": lambda la, x: at_mode(la.fitted, la.train_loader or []),
@@ -61,7 +60,7 @@ def test_it_is_frozen_and_the_shell_has_no_attributes_to_overwrite() -> None:
     la = fit()
     with pytest.raises(FrozenInstanceError):
         la.fitted.noise_variance = 2.0  # type: ignore[misc]
-    for name in ("log_precision", "noise_variance", "solution", "summary", "prior_groups", "hyperprior", "fitted"):
+    for name in ("log_precision", "noise_variance", "solution", "summary", "prior_groups", "fitted"):
         with pytest.raises(AttributeError):
             setattr(la, name, getattr(la, name))
 
@@ -79,7 +78,7 @@ def test_one_curvature_serves_both_places_as_two_fits_do() -> None:
 
 def test_another_curvature_has_other_determinants_and_the_same_precisions() -> None:
     la = fit()
-    fitted = la.fitted.with_precision(0.3)
+    fitted = la.fitted.with_hyperparameters(torch.full((2,), 0.3).double().log())
     loader = [(x, y) for x, y in la.train_loader or []] * 2
     blocks, summary = fit_curvature(fitted.tangent, fitted.likelihood, loader, fitted.groups, fitted.options)
     twice = fitted.with_curvature(blocks, summary)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from laplace_oracles import data, dense_covariance, jacobian, mlp
-from torch import Tensor
+from torch import Tensor, nn
 
 import tu_symmetry as tus
 from tu_symmetry.laplace.mixture import LaplaceMixture
@@ -15,11 +15,15 @@ from tu_symmetry.laplace.mixture import LaplaceMixture
 OPTIONS: dict[str, Any] = {"prior": "single", "evaluate_at": "map"}
 
 
+def members(networks: list[nn.Module], x: Tensor, y: Tensor, kind: Any = "classification") -> list[Any]:
+    return [tus.LinearizedLaplace(network, kind, **OPTIONS).fit([(x, y)]) for network in networks]
+
+
 def mixture(kind: Any = "classification") -> tuple[LaplaceMixture, Tensor, Tensor]:
     x, y = data(4, outputs=3, kind="regression" if kind == "regression" else "classification")
     if kind == "binary":
         y = torch.stack([y == c for c in range(3)], -1)
-    return LaplaceMixture.fit([mlp(seed=s) for s in range(3)], [(x, y)], likelihood=kind, **OPTIONS), x, y
+    return LaplaceMixture(members([mlp(seed=s) for s in range(3)], x, y, kind)), x, y
 
 
 def test_moments_of_a_regression_by_their_definition() -> None:
@@ -49,21 +53,22 @@ def test_aligned_members_make_the_same_mixture() -> None:
     x, y = data(4, outputs=3)
     networks = [mlp(seed=s) for s in range(2)]
     graph = tus.discover_symmetries(networks[0], x)
-    plain = LaplaceMixture.fit(networks, [(x, y)], **OPTIONS)
+    plain = LaplaceMixture(members(networks, x, y))
     aligned = tus.align(graph, [dict(n.state_dict()) for n in networks])
     moved = [mlp(seed=0), mlp(seed=1)]
     for network, state in zip(moved, aligned.states, strict=True):
         network.load_state_dict(state)
     assert not torch.equal(moved[1].state_dict()["0.weight"], networks[1].state_dict()["0.weight"])
-    again = LaplaceMixture.fit(moved, [(x, y)], **OPTIONS)
-    for one, other in zip(plain.optimize_evidence(), again.optimize_evidence(), strict=True):
-        assert one.log_marginal_likelihood == pytest.approx(other.log_marginal_likelihood, rel=1e-9)
+    again = LaplaceMixture(members(moved, x, y))
+    for one, other in zip(plain.members, again.members, strict=True):
+        results = [la.optimize_evidence().log_marginal_likelihood for la in (one, other)]
+        assert results[0] == pytest.approx(results[1], rel=1e-9)
     torch.testing.assert_close(again.predictive(x, link_approx="probit"), plain.predictive(x, link_approx="probit"))
 
 
 def test_what_is_no_mixture() -> None:
     found, x, y = mixture()
     other = tus.LinearizedLaplace(mlp(), tus.likelihoods.Categorical(label_smoothing=0.1), **OPTIONS).fit([(x, y)])
-    for members in ([], [*found.members, other]):
+    for wrong in ([], [*found.members, other]):
         with pytest.raises(ValueError, match="one likelihood"):
-            LaplaceMixture(members)
+            LaplaceMixture(wrong)

@@ -51,7 +51,7 @@ def labels(outputs: Tensor, seed: int = 0) -> Tensor:
     return torch.randint(0, outputs.shape[-1], outputs.shape[:-1], generator=generator)
 
 
-def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: bool = False) -> LinearizedLaplace:
+def compare(model: nn.Module, x: Tensor, y: Tensor, *, one: bool = False) -> LinearizedLaplace:
     """All laws of this file for one network; ``one``: one sample, no position shares a weight, so all blocks exact."""
     full = fitted(model, x, y, curvature="full")
     exact = exact_ggn(model, full.tangent.names, x, y, "classification")
@@ -59,7 +59,7 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: b
     torch.testing.assert_close(dense_curvature(full), exact, rtol=RTOL, atol=ATOL * scale)
     diagonal = fitted(model, x, y, curvature="diag")
     torch.testing.assert_close(dense_curvature(diagonal).diagonal(), exact.diagonal(), rtol=RTOL, atol=ATOL * scale)
-    la = fitted(model, x, y, dense_limit=limit)
+    la = fitted(model, x, y)
     found, covered = dense_curvature(la), 0
     for block in la.posterior.blocks:
         assert block.start == covered
@@ -68,7 +68,6 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, *, limit: int = 4096, one: b
             continue
         wanted = torch.diag(exact[own, own].diagonal()) if block.kind == "diagonal" else exact[own, own]
         torch.testing.assert_close(found[own, own], wanted, rtol=RTOL, atol=ATOL * scale)
-        assert block.name not in la.whole or (block.kind == "dense") == (block.stop - block.start <= limit)
     assert covered == la.tangent.size
     jac = jacobian(model, la.tangent.names, x)
     flat = jac.reshape(len(x), -1, jac.shape[-1])
@@ -186,20 +185,19 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("limit", [4096, 3])
 @pytest.mark.parametrize("name", list(MODULES))
-def test_curvatures_and_covariances_of_modules(name: str, limit: int) -> None:
+def test_curvatures_and_covariances_of_modules(name: str) -> None:
     """Modules of any kind, called in any way, or with a forward of their own, have exact blocks in place of factors."""
     build, shape, whole = MODULES[name]
     model, x = randomize(build()), inputs(*shape) if shape else TOKENS
-    assert set(compare(model, x, labels(model(x)), limit=limit).whole) == whole
+    assert whole_of(compare(model, x, labels(model(x)))) == whole
 
 
 def test_modules_without_a_vectorized_derivative() -> None:
     model, x = randomize(Recurrent()), inputs(3, 4)
     y = labels(model(x))
     la, diagonal = fitted(model, x, y), fitted(model, x, y, curvature="diag")
-    assert set(la.whole) == {name for name in la.tangent.names if name.startswith("memory")}
+    assert set(la.fitted.curvature.whole) == {name for name in la.tangent.names if name.startswith("memory")}
     found = dense_curvature(la).diagonal()[: -3 * 5 - 3]
     torch.testing.assert_close(found, dense_curvature(diagonal).diagonal()[: len(found)], rtol=1e-9, atol=1e-11)
     assert torch.isfinite(la.predictive(x)).all()
@@ -264,14 +262,13 @@ READS: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("limit", [4096, 3])
 @pytest.mark.parametrize("name", list(READS))
-def test_a_parameter_that_is_read_besides_gets_its_exact_block(name: str, limit: int) -> None:
+def test_a_parameter_that_is_read_besides_gets_its_exact_block(name: str) -> None:
     build, read = READS[name]
     model, x = randomize(build()), inputs(5)
     with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
-        la = compare(model, x, labels(model(x)), limit=limit)
-    assert set(la.whole) == read
+        la = compare(model, x, labels(model(x)))
+    assert set(la.fitted.curvature.whole) == read
 
 
 def test_a_second_use_is_found_in_single_precision() -> None:
@@ -286,10 +283,10 @@ def test_an_embedding_that_is_the_output_layer_too(tmp_path: Any) -> None:
     model, x = randomize(Embedded()), TOKENS
     with pytest.warns(ReadElsewhereWarning, match=r"table\.weight"):
         la = compare(model, x, labels(model(x)))
-    assert la.whole == ("table.weight",)
+    assert la.fitted.curvature.whole == ("table.weight",)
     la.save(tmp_path / "la.safetensors")
     again = LinearizedLaplace.load(tmp_path / "la.safetensors", model)
-    assert again.whole == la.whole
+    assert again.fitted.curvature.whole == la.fitted.curvature.whole
     assert torch.equal(again.function_covariance(x)[1], la.function_covariance(x)[1])
 
 
@@ -343,15 +340,14 @@ PARAMETRIZED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
-@pytest.mark.parametrize("limit", [4096, 3])
 @pytest.mark.parametrize("kind", list(PARAMETRIZED))
-def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str, limit: int) -> None:
+def test_parametrized_weights_have_the_exact_blocks_of_their_originals(kind: str) -> None:
     """For ``W = g v / ||v||`` by the chain rule through ``W``; all other parameters as ever."""
     build, shape = PARAMETRIZED[kind]
     model = build().double().eval() if kind in ("orthogonal", "spectral") else randomize(build())
     x = inputs(*shape) if shape else TOKENS
-    la = compare(model, x, labels(model(x)), limit=limit)
-    assert set(la.whole) >= {name for name in la.tangent.names if "original" in name or name.endswith(("_g", "_v"))}
+    la = compare(model, x, labels(model(x)))
+    assert set(la.fitted.curvature.whole) >= {name for name in la.tangent.names if "original" in name or name.endswith(("_g", "_v"))}
 
 
 def test_the_directions_that_weight_norm_takes_out_have_no_curvature() -> None:
@@ -450,10 +446,10 @@ def test_random_networks(seed: int) -> None:
     y = labels(model(x).detach(), seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ReadElsewhereWarning)
-        la = compare(model, x, y, limit=random.Random(seed).choice([4096, 5]))
+        la = compare(model, x, y)
         prelu = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.PReLU)]
         others = {name for name in la.tangent.names if "original" in name or name.startswith(tuple(prelu))}
-        assert set(la.whole) == planted(model) | others
+        assert set(la.fitted.curvature.whole) == planted(model) | others
         if model.kind == "vector":
             compare(model, x[:1], y[:1], one=True)
 

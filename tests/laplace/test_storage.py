@@ -49,7 +49,6 @@ def outcome(la: LinearizedLaplace, x: Tensor) -> list[Tensor]:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("classification", {"prior": "per_group", "curvature": "kfac"}),
-    ("classification", {"prior": "diagonal", "curvature": "diag", "evaluate_at": "map"}),
     ("classification", {"prior": "per_layer", "curvature": "full"}),
     ("classification", {"prior": "single", "curvature": "full", "evaluate_at": "map"}),
     ("classification", {"prior": "single", "curvature": "last_layer"}),

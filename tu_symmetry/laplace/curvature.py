@@ -58,15 +58,14 @@ class Options:
 class Summary:
     """What one pass over the data gives beside the curvature.
 
-    ``samples`` and ``observations`` (targets that count, None where it is not known) are of all processes, ``loss`` is
-    their sum for unit noise and without constants (nats), ``outputs`` and ``positions`` are those of a sample.
+    ``samples`` are those of all processes, ``loss`` is their sum for unit noise and without constants (nats),
+    ``outputs`` and ``positions`` are those of a sample.
     """
 
     samples: int
     loss: float
     outputs: int
     positions: int = 1
-    observations: int | None = None
 
 
 def fit_curvature(
@@ -95,8 +94,8 @@ def fit_curvature(
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
     factors = {layer.name: _Factors(layer, options) for layer in layers}
     exact = _Exact(tangent, options, whole)
-    found, device = Summary(0, 0.0, 0, 0, 0), tangent.point().device
-    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
+    found, device = Summary(0, 0.0, 0, 0), tangent.point().device
+    totals = torch.zeros(2, dtype=torch.float64, device="cpu")
     with (
         evaluating(tangent.model),
         watching(tangent.model, layers, lambda layer, inputs: factors[layer.name].observe(inputs)) as watch,
@@ -113,8 +112,7 @@ def fit_curvature(
             loss = float(likelihood.loss(outputs, checked).sum().double())
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of batch {number} is {loss}: outputs or targets are not finite")
-            counted = int(likelihood.present(likelihood.observed(outputs, targets)).sum())
-            totals += torch.tensor([loss, count, counted], dtype=torch.float64, device="cpu")
+            totals += torch.tensor([loss, count], dtype=torch.float64, device="cpu")
             size = outputs[0].numel()
             if found.outputs not in (0, size) and likelihood.noisy:
                 raise ValueError(
@@ -128,8 +126,7 @@ def fit_curvature(
                 progress({"stage": "curvature", "batch": number, "batches": count_of(loader), "samples": samples})
     totals = totals.to(device)
     all_reduce(totals)
-    found.loss, samples, observations = totals.tolist()
-    found.samples, found.observations = round(samples), round(observations)
+    found.loss, found.samples = float(totals[0]), round(float(totals[1]))
     blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
     return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), found
 

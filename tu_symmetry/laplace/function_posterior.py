@@ -19,7 +19,7 @@ from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.hooks import watching
 from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, evaluating, jacobians
+from tu_symmetry.laplace.tangent import TangentModel, evaluating, jacobians
 from tu_symmetry.memory import require_memory
 
 _ELEMENTS = 1 << 26
@@ -58,30 +58,6 @@ def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Ten
             if other.names:
                 pieces[-1] += _dense_covariance(other, fitted.posterior, some, shape)
     return outputs, torch.cat(pieces)
-
-
-def in_closed_form(fitted: FittedLaplace) -> bool:
-    """Whether the tangent model is a last layer with Kronecker factors, whose features give all variances."""
-    return isinstance(fitted.tangent, LastLayerModel) and fitted.layers is not None
-
-
-def function_variance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Outputs and the diagonals of their covariances, in the outputs' shape; as :func:`function_covariance`."""
-    tangent, posterior = fitted.tangent, fitted.posterior
-    if not (isinstance(tangent, LastLayerModel) and in_closed_form(fitted)):
-        outputs, matrix = function_covariance(fitted, inputs)
-        return outputs, matrix.diagonal(dim1=-2, dim2=-1).reshape(outputs.shape)
-    with evaluating(tangent.model):
-        features, outputs = tangent.features(inputs)
-    variance = torch.zeros_like(outputs)
-    eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-    for block in posterior.blocks:
-        if isinstance(block, KroneckerBlock):
-            own = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
-            variance = variance + (features @ block.inputs[0]).square() @ own.mT @ block.outputs[0].square().mT
-        else:
-            variance = variance + block.whiten(eye, posterior.log_precision, posterior.noise).square().sum(-1)
-    return outputs, variance
 
 
 def function_samples(fitted: FittedLaplace, inputs: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:

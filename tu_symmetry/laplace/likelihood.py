@@ -21,7 +21,6 @@ LikelihoodName = Literal["classification", "regression", "binary"]
 FisherType = Literal["type-2", "mc"]
 LinkApprox = Literal["mc", "probit"]
 
-BINS = 15  # of the calibration error
 _NORMALIZED = 1e-3  # error of the sum of a soft label
 _ROUNDING = 16.0  # of outputs, in units in the last place
 _SMALLEST = 1e-300  # probability
@@ -175,13 +174,6 @@ class Likelihood(ABC):
     @abstractmethod
     def nll(self, prediction: Any, observed: Tensor) -> Tensor:
         """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
-
-    def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
-        """How many labels are right, and in each bin of the confidence these less the confidences; None without labels.
-
-        Float64 ``[1 + BINS]``.
-        """
-        return None
 
     def _aligned(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Real targets with the classes last and positions on one axis, where they came in the network's own shape."""
@@ -338,13 +330,6 @@ class Categorical(Likelihood):
         own = p.gather(-1, torch.where(present, observed, 0).unsqueeze(-1)).squeeze(-1)
         return torch.where(present, -own.clamp(min=_SMALLEST).log(), 0.0)
 
-    def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """The confidence is the largest probability; a soft label counts as its largest class."""
-        present = self.present(observed)
-        labels = observed.argmax(-1) if observed.is_floating_point() else observed
-        confidence, predicted = prediction.double()[present].max(-1)
-        return _hits(confidence, predicted == labels[present])
-
 
 class Bernoulli(Likelihood):
     """Yes or no, for one output or several independent ones: binary cross entropy with logits, summed.
@@ -433,11 +418,6 @@ class Bernoulli(Likelihood):
         p, y = prediction.double(), observed.double()
         return -(y * p.clamp(min=_SMALLEST).log() + (1 - y) * (1 - p).clamp(min=_SMALLEST).log())
 
-    def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """Every output is an observation; the confidence is the probability of the answer that is predicted."""
-        p, y = prediction.double().flatten(), observed.double().flatten()
-        return _hits(torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
-
 
 class Gaussian(Likelihood):
     """Regression with homoscedastic noise; losses are for unit noise variance."""
@@ -517,14 +497,6 @@ def _soft_labels(found: Tensor) -> Tensor:
             f"{float(sums.max()):g}]. Choose likelihood='regression' for real targets, 'binary' for independent labels"
         )
     return found
-
-
-def _hits(confidence: Tensor, right: Tensor) -> Tensor:
-    """The number of right ones, and of every bin of the confidence the right ones less the confidences."""
-    hits = right.double()
-    bins = torch.zeros(BINS, dtype=torch.float64, device=hits.device)
-    bins.index_add_(0, (confidence * BINS).long().clamp(max=BINS - 1), hits - confidence)
-    return torch.cat([hits.sum(0, keepdim=True), bins])
 
 
 KINDS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Gaussian, Bernoulli)}

@@ -49,6 +49,7 @@ from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
     GroupReport,
+    Quality,
     ReadElsewhereWarning,
     warn_about,
     warn_if_it_hurts,
@@ -168,14 +169,14 @@ class LinearizedLaplace:
 
         Args:
             train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
-                a mapping of keyword arguments; or mappings of these with ``labels`` among them.
-                :meth:`optimize_evidence` reads it again.
+                a mapping of keyword arguments; or mappings of these with ``labels`` among them. It is read again by
+                :meth:`optimize_evidence`.
             progress: called after each batch; :func:`tu_symmetry.show_progress` gives one that prints.
 
         Raises:
             TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
-            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; outputs that
-                are random, depend on the other samples of a batch, or do not lead with the batch.
+            ValueError: an empty loader, labels out of range, NaN or infinite numbers; outputs that are random, depend
+                on the other samples of a batch, or do not lead with the batch.
             UnsupportedLayerError: layers whose gradients cannot be taken apart, by name.
 
         Warns:
@@ -269,16 +270,6 @@ class LinearizedLaplace:
     def noise_variance(self) -> float:
         """The variance of a regression's noise (1 for another likelihood)."""
         return self.fitted.noise_variance
-
-    @property
-    def center(self) -> Tensor:
-        """The hyperprior's center of each precision, float64 ``[groups]``."""
-        return self.fitted.center
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """Parameters without Kronecker factors that have an exact block, since other modules read them too."""
-        return self.fitted.curvature.whole
 
     @property
     def solution(self) -> Mode:
@@ -412,12 +403,10 @@ class LinearizedLaplace:
         held_out: bool = True,
         standard_errors: float = 0.0,
     ) -> Calibration:
-        """Choose the temperature of the posterior by the NLL on held-out data.
+        """Choose the temperature, a factor of the posterior covariance in predictions, by the NLL on held-out data.
 
-        The temperature multiplies the posterior covariance; candidates are 1e-6 to 100 in quarters of a decade. 0 is
-        the network itself and always among the candidates, so that predictions on these data are never worse than the
-        network's; so is 1, the posterior of the evidence. Precisions and evidence stay as they are. Other precisions
-        put the temperature back to 1.
+        Candidates are 0, the network itself, so that predictions on these data are never worse than the network's, 1,
+        the posterior of the evidence, and 1e-6 to 100 in quarters of a decade. Other precisions put it back to 1.
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
@@ -426,8 +415,7 @@ class LinearizedLaplace:
             num_samples: with which predictions will be made.
             covariance: likewise.
             seed: likewise.
-            held_out: False where the network was trained on these data, on which it looks better than it is, so that
-                the temperature comes out low. The report says so, and nothing is warned of.
+            held_out: False where the network was trained on these data, on which it looks better than it is.
             standard_errors: 0 for the temperature that is best on these data; else that of the highest gain over the
                 network less so many standard errors of it, which hardly ever makes a network worse on other data.
 
@@ -442,18 +430,19 @@ class LinearizedLaplace:
         candidates = sorted({1.0, *TEMPERATURES})
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
         judged = judge(fitted, validation_loader, candidates, link_approx=link_approx, **options)
-        if not math.isfinite(judged.qualities[0].nll):
+        qualities = [Quality(mean) for mean in judged.means.tolist()]
+        if not math.isfinite(qualities[0].nll):
             raise ValueError("the NLL of the network itself is not finite on these data")
         best = judged.choose(standard_errors)
         found = Calibration(
             temperature=candidates[best],
             samples=judged.samples,
-            network=judged.qualities[0],
-            evidence=judged.qualities[candidates.index(1.0)],
-            calibrated=judged.qualities[best],
+            network=qualities[0],
+            evidence=qualities[candidates.index(1.0)],
+            calibrated=qualities[best],
             held_out=held_out,
             link_approx=link_approx,
-            standard_error=judged.errors[best],
+            standard_error=float(judged.errors[best]),
         )
         self._fitted = replace(fitted, temperature=candidates[best], link_approx=link_approx)
         if held_out:

@@ -64,13 +64,6 @@ def check_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tens
     return outputs
 
 
-def in_own_shape(values: Tensor, shape: torch.Size, class_axis: int | None) -> Tensor:
-    """The inverse of :func:`as_outputs` for ``[..., batch, positions, outputs]``, given the network's shape."""
-    axis = class_axis_of(len(shape), class_axis)
-    places = [n for i, n in enumerate(shape) if i not in (0, axis)]
-    return values.unflatten(-2, places).movedim(-1, axis - len(shape))
-
-
 def tensor_in(found: Any) -> Tensor:
     """The tensor that a network returns, or that is in the ``logits`` of an object or a mapping."""
     if isinstance(found, Tensor):

@@ -12,12 +12,11 @@ from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.function_posterior import (
     function_covariance,
     function_samples,
-    function_variance,
     gaussian_samples,
-    in_closed_form,
     within_positions,
 )
 from tu_symmetry.laplace.likelihood import LinkApprox
+from tu_symmetry.laplace.outputs import class_axis_of
 from tu_symmetry.laplace.tangent import evaluating
 
 Covariance = Literal["auto", "exact", "samples"]
@@ -26,21 +25,22 @@ _EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 
 _EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
 
 
-def _exact_is_cheap(fitted: FittedLaplace, sampled: bool) -> bool:
+def _exact_is_cheap(fitted: FittedLaplace) -> bool:
     """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample."""
     outputs = fitted.summary.outputs
-    if not sampled and in_closed_form(fitted):
-        return True
-    if outputs > _EXACT_OUTPUTS:
-        return False
-    return fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES
+    return outputs <= _EXACT_OUTPUTS and (fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES)
 
 
 def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
-    """Predictions of several positions, in the shape that the network gives its outputs."""
+    """Predictions ``[..., batch, positions, outputs]`` of several positions in the shape of the network's outputs."""
     if isinstance(found, tuple):
         return type(found)(*(in_own_shape(fitted, inputs, own) for own in found))
-    return found if fitted.summary.positions == 1 else fitted.tangent.in_own_shape(inputs, found)
+    if fitted.summary.positions == 1:
+        return found
+    shape = fitted.tangent.own_shape(inputs)
+    axis = class_axis_of(len(shape), fitted.tangent.class_axis)
+    places = [n for i, n in enumerate(shape) if i not in (0, axis)]
+    return found.unflatten(-2, places).movedim(-1, axis - len(shape))
 
 
 def tempered_predictives(
@@ -61,14 +61,11 @@ def tempered_predictives(
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)
         variance = torch.zeros_like(mean)
-    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted, sampled)):
-        if sampled:
-            mean, matrix = function_covariance(fitted, inputs)
-            matrix = within_positions(mean, matrix)
-            variance = matrix.diagonal(dim1=-2, dim2=-1)
-            deviations = gaussian_samples(matrix, num_samples, seed)
-        else:
-            mean, variance = function_variance(fitted, inputs)
+    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted)):
+        mean, joint = function_covariance(fitted, inputs)
+        matrix = within_positions(mean, joint)
+        variance = matrix.diagonal(dim1=-2, dim2=-1)
+        deviations = gaussian_samples(matrix, num_samples, seed) if sampled else None
     else:
         mean, changes = function_samples(fitted, inputs, num_samples, seed)
         variance = changes.square().mean(0)

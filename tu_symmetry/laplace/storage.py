@@ -28,12 +28,7 @@ from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, digest_of
 
 _FORMAT = "tu_symmetry.laplace"
 _VERSION = 6
-_KINDS: dict[str, type[Block]] = {
-    "kronecker": KroneckerBlock,
-    "dense": DenseBlock,
-    "diagonal": DiagonalBlock,
-    "coupled": CoupledBlock,
-}
+_KINDS: dict[str, type[Block]] = {kind.kind: kind for kind in (KroneckerBlock, DenseBlock, DiagonalBlock, CoupledBlock)}
 
 
 class LaplaceFileError(FileError):
@@ -80,8 +75,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     foreign = [name for name in content["parameters"] if name not in known]
     if foreign:
         raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
-    known_options = {field.name for field in fields(Options)}  # older files have more, which a fit alone needs
-    options = Options(**{key: value for key, value in content["options"].items() if key in known_options})
+    options = Options(**_known(Options, content["options"]))
     likelihood = make_likelihood(content["likelihood"], content["likelihood_options"])
     if options.curvature == "last_layer":
         tangent: TangentModel = LastLayerModel(model, content["layer"], class_axis=likelihood.class_axis)
@@ -99,7 +93,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         tangent,
         likelihood,
         options,
-        FittedCurvature(blocks, Summary(**content["summary"]), groups, tuple(content["whole"])),
+        FittedCurvature(blocks, Summary(**_known(Summary, content["summary"])), groups, tuple(content["whole"])),
         prior=content["prior"],
         evaluate_at=content["evaluate_at"],
         log_precision=tensors["log_precision"],
@@ -137,6 +131,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if tensor.is_floating_point() and tensor.isnan().any():
             raise LaplaceFileError(f"{path} holds NaN in {name!r}; fit and save again")
     return content, tensors
+
+
+def _known(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dataclass takes: older files have more, which a fit alone needs."""
+    return {field.name: content[field.name] for field in fields(kind) if field.name in content}
 
 
 def _finite(value: Any) -> Any:

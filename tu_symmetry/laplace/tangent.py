@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of, structure
-from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, tensor_in
+from tu_symmetry.laplace.outputs import as_outputs, check_outputs, tensor_in
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -172,12 +172,11 @@ class TangentModel:
         """The same, all finite."""
         return check_outputs(found, batch, self.class_axis)
 
-    def in_own_shape(self, inputs: Any, values: Tensor) -> Tensor:
-        """Values ``[..., batch, positions, outputs]`` in the shape that the network itself gives its outputs."""
+    def own_shape(self, inputs: Any) -> torch.Size:
+        """The shape that the network itself gives the outputs of one sample, with the batch's axis."""
         with evaluating(self.model), torch.no_grad():
             args, kwargs = arguments(rows_of(inputs, slice(0, 1)))
-            found = self.model(*args, **kwargs)
-        return in_own_shape(values, tensor_in(found).shape, self.class_axis)
+            return tensor_in(self.model(*args, **kwargs)).shape
 
     def point(self) -> Tensor:
         """The linearization point, ``[size]``."""
