@@ -223,18 +223,3 @@ def test_refusals() -> None:
             fit().calibrate(held_out(), standard_errors=wrong)
     with pytest.raises(ValueError, match="left out"):
         fit().calibrate([(x, torch.full_like(y, -100)) for x, y in held_out()])
-
-
-def test_the_link_of_the_choice_is_kept(tmp_path: Path) -> None:
-    batches = held_out()
-    la = fit()
-    found = la.calibrate(batches, link_approx="probit")
-    x = batches[0][0]
-    assert found.link_approx == "probit" and nll(la, batches) == pytest.approx(found.calibrated.nll, abs=1e-12)
-    la = LinearizedLaplace.from_fitted(replaced(la, 9.0))
-    la.save(tmp_path / "a.safetensors")
-    again = LinearizedLaplace.load(tmp_path / "a.safetensors", la.model)
-    assert torch.equal(again.predictive(x), la.predictive(x, link_approx="probit"))
-    assert not torch.equal(la.predictive(x), la.predictive(x, link_approx="mc"))
-    la.set_precision(2.0)
-    assert torch.equal(la.predictive(x), la.predictive(x, link_approx="mc"))

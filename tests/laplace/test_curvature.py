@@ -252,7 +252,7 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
     model, (x, y) = mlp(), data(4, outputs=3, kind=kind)
     exact = dense_curvature(fitted(model, x, y, kind, curvature=curvature))
     errors = []
-    for draws in (4, 200):
+    for draws in (1, 200):
         many = x.repeat(draws, 1), y.repeat(draws, *[1] * (y.ndim - 1))
         la = fitted(model, *many, kind, curvature=curvature, fisher_type="mc")
         errors.append(float((dense_curvature(la) / draws - exact).norm() / exact.norm()))

@@ -78,7 +78,7 @@ def test_one_curvature_serves_both_places_as_two_fits_do() -> None:
 
 def test_another_curvature_has_other_determinants_and_the_same_precisions() -> None:
     la = fit()
-    fitted = la.fitted.with_hyperparameters(torch.full((2,), 0.3).double().log())
+    fitted = la.fitted.with_hyperparameters(torch.full((2,), 0.3, dtype=torch.float64).log())
     loader = [(x, y) for x, y in la.train_loader or []] * 2
     blocks, summary = fit_curvature(fitted.tangent, fitted.likelihood, loader, fitted.groups, fitted.options)
     twice = fitted.with_curvature(blocks, summary)

@@ -92,7 +92,7 @@ def test_loss_and_derivatives_are_those_of_torch(name: str, shape: tuple[int, ..
     vectors = real(2, *f.shape, seed=8)
     found = likelihood.hessian_product(f, targets, vectors)
     torch.testing.assert_close(found.flatten(1), vectors.flatten(1) @ dense, rtol=1e-9, atol=1e-11)
-    columns = torch.stack(list(likelihood.root(f, targets, "type-2"))).flatten(2)
+    columns = torch.stack(list(likelihood.root(f, targets, "type-2", generator()))).flatten(2)
     blocks = torch.einsum("rbi,rbj->bij", columns, columns)
     torch.testing.assert_close(torch.block_diag(*blocks), dense, rtol=1e-9, atol=1e-11)
     if shape == (BATCH,):

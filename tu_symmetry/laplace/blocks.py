@@ -7,7 +7,6 @@ precision of a block is ``U (s / v + lambda) U^T``; each eigenvalue belongs to o
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
@@ -29,25 +28,21 @@ def rotate(rows: Tensor, basis: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Block(ABC):
+class Block:
     """The curvature of the piece of the flat vector from ``start``, which is parameter ``name``, or a part of it.
 
-    ``groups`` are the numbers of the prior groups, broadcastable to the eigenvalues.
+    ``groups`` is the number of its prior group (of a coupled block one for each entry), ``shape`` that of coefficients.
     """
 
     kind: ClassVar[BlockKind]
     name: str
     start: int
     groups: Tensor
+    shape: tuple[int, ...] = field(init=False)
 
     def eigenvalues(self) -> Tensor:
         """Eigenvalues for unit noise variance, in the shape of the coefficients."""
         raise TypeError(f"a {self.kind} block has no eigenvalues apart from the prior's precisions")
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """Of the coefficients."""
 
     @property
     def stop(self) -> int:
@@ -64,7 +59,7 @@ class Block(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """What has to be stored."""
-        return {f.name: getattr(self, f.name) for f in fields(self)[3:] if f.init}
+        return {f.name: getattr(self, f.name) for f in fields(self)[4:] if f.init}
 
     def on(self, device: torch.device) -> Block:
         """The same block with its tensors on a device."""
@@ -100,11 +95,7 @@ class KroneckerBlock(Block):
 
     def __post_init__(self) -> None:
         self.inputs, self.outputs = self.inputs.contiguous(), self.outputs.contiguous()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(matrices, outputs, features)``."""
-        return (*self.output_values.shape, self.input_values.shape[1])
+        self.shape = (*self.output_values.shape, self.input_values.shape[1])  # matrices, outputs, features
 
     def eigenvalues(self) -> Tensor:
         """Products of the factors' eigenvalues."""
@@ -121,15 +112,13 @@ class KroneckerBlock(Block):
 
 @dataclass(eq=False)
 class DiagonalBlock(Block):
-    """A diagonal; each entry may have a prior group of its own."""
+    """A diagonal."""
 
     kind: ClassVar[BlockKind] = "diagonal"
     values: Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(size,)``."""
-        return tuple(self.values.shape)
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.values.shape)
 
     def eigenvalues(self) -> Tensor:
         """The diagonal; of a dense block its eigenvalues."""
@@ -144,6 +133,7 @@ class DenseBlock(DiagonalBlock):
     vectors: Tensor
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.vectors = self.vectors.contiguous()
 
     def to_basis(self, vectors: Tensor) -> Tensor:
@@ -167,10 +157,8 @@ class CoupledBlock(Block):
     matrix: Tensor
     _decomposed: tuple[object, tuple[Tensor, Tensor, Tensor]] | None = field(default=None, init=False, repr=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(size,)``."""
-        return (len(self.matrix),)
+    def __post_init__(self) -> None:
+        self.shape = (len(self.matrix),)
 
     def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
         """``(L^-1/2, V, e)``."""

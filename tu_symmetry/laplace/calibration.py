@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.predictive import tempered_predictives
+from tu_symmetry.laplace.function_posterior import tempered_predictives
 from tu_symmetry.laplace.tangent import evaluating
 
 TEMPERATURES = (0.0, *(10 ** (i / 4) for i in range(-24, 9)))  # 0, and 1e-6 to 100 in quarters of a decade

@@ -29,7 +29,7 @@ from tu_symmetry.laplace.hooks import find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
-from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
+from tu_symmetry.laplace.patches import ShiftedGrams, gram
 from tu_symmetry.laplace.tangent import Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
@@ -77,7 +77,6 @@ def fit_curvature(
     *,
     whole: Sequence[str] = (),
     first_pass: Iterable[Any] | None = None,
-    generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Block], Summary]:
     """The blocks of the curvature in the order of the flat vector, and the summary of one pass over a loader.
@@ -94,6 +93,7 @@ def fit_curvature(
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
     factors = {layer.name: _Factors(layer, options) for layer in layers}
     exact = _Exact(tangent, options, whole)
+    generator = torch.Generator().manual_seed(0)
     found, device = Summary(0, 0.0, 0, 0), tangent.point().device
     totals = torch.zeros(2, dtype=torch.float64, device="cpu")
     with (
@@ -298,8 +298,7 @@ class InputMoments:
     def add(self, inputs: Tensor) -> None:
         """Count in a batch of the layer's inputs."""
         layer, conv = self.layer, self.layer.convolution
-        features = layer.features * layer.groups
-        positions = inputs[0].numel() // features if conv is None else positions_of(inputs, conv)
+        features, positions = layer.features * layer.groups, layer.rows(inputs[:1]).shape[2]
         self.count += len(inputs) * (1 if self.reduce else positions)
         if self._rows is not None and 2 * self.count > layer.features:
             self._release()

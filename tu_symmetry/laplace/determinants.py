@@ -235,9 +235,9 @@ class Spectrum(Determinants):
         if exact:
             logs, numbers = (torch.cat(parts) for parts in zip(*kept, strict=True))
             return cls(logs, torch.ones_like(logs), numbers, count)
-        number, place = counts.nonzero(as_tuple=True)
-        filled = counts[number, place]
-        return cls(sums[number, place] / filled, filled, number, count)
+        numbers, places = counts.nonzero(as_tuple=True)
+        filled = counts[numbers, places]
+        return cls(sums[numbers, places] / filled, filled, numbers, count)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``sum log(1 + s / (v lambda))``."""

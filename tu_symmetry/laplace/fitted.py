@@ -20,7 +20,7 @@ from tu_symmetry.laplace.determinants import FLAT, Determinants, Hyperprior, Noi
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
-from tu_symmetry.laplace.likelihood import Likelihood, LinkApprox
+from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import GroupReport
 from tu_symmetry.laplace.tangent import TangentModel
@@ -53,7 +53,6 @@ class FittedLaplace:
         noise_variance: the variance of a regression's noise (1 for another likelihood).
         noise_fixed: whether the noise variance was given.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
-        link_approx: the approximation of predictions that are asked for without one.
     """
 
     tangent: TangentModel
@@ -70,7 +69,6 @@ class FittedLaplace:
     noise_fixed: bool = False
     hyperprior: Hyperprior = FLAT
     temperature: float = 1.0
-    link_approx: LinkApprox = "mc"
 
     @classmethod
     def begin(
@@ -164,12 +162,12 @@ class FittedLaplace:
         found = replace(self, log_precision=log_precision, noise_variance=noise)
         if noise == self.noise_variance and torch.equal(log_precision, self.log_precision):
             return found
-        found = found.uncalibrated()  # temperature and link were chosen for the others
+        found = found.uncalibrated()  # the temperature was chosen for the others
         return found.with_theta(self.theta) if self.evaluate_at == "tangent_mode" else found
 
     def uncalibrated(self) -> FittedLaplace:
-        """The same with what :meth:`tu_symmetry.LinearizedLaplace.calibrate` chooses put back: temperature and link."""
-        return replace(self, temperature=1.0, link_approx="mc")
+        """The same at temperature 1."""
+        return replace(self, temperature=1.0)
 
     def with_solution(self, solution: Mode) -> FittedLaplace:
         """Other weights that the evidence is evaluated at."""

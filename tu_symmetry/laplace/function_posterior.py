@@ -1,15 +1,15 @@
-"""The posterior of the outputs: exact covariances, and samples shared by all inputs.
+"""The posterior of the outputs: exact covariances, samples shared by all inputs, and predictives.
 
 The outputs of the tangent linear model are Gaussian with mean ``f(x)`` and covariance ``J Sigma J^T``. Covariances are
-added up layer by layer where the layers have Kronecker factors; samples are Jacobian-vector products. The temperature
-is left out of account here.
+added up layer by layer where the layers have Kronecker factors; samples are Jacobian-vector products. Of the
+temperature only :func:`tempered_predictives` knows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,9 +19,15 @@ from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.hooks import watching
 from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
+from tu_symmetry.laplace.likelihood import LinkApprox
+from tu_symmetry.laplace.outputs import class_axis_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating, jacobians
 from tu_symmetry.memory import require_memory
 
+Covariance = Literal["auto", "exact", "samples"]
+
+_EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 samples
+_EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
 _PASSES = 64  # multiplications in the time of one pass over an entry in memory
@@ -166,11 +172,7 @@ def _layered_covariance(
 
 
 def _add_matrix(covariance: Tensor, block: KroneckerBlock, variance: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Add one weight matrix's part, from pairs of positions or from the gradients of the weight: which takes less.
-
-    ``rows`` are ``[batch, groups, positions, features]``, ``columns`` ``[outputs of the net, batch, groups, outputs,
-    positions]``.
-    """
+    """Add one weight matrix's part, from pairs of positions or from the gradients of the weight: which takes less."""
     a = rotate(rows, block.inputs)
     g = rotate(columns.mT, block.outputs).mT.transpose(0, 1)  # [batch, outputs of the net, groups, outputs, positions]
     samples, width, groups, outputs, positions = g.shape
@@ -197,10 +199,7 @@ def _add_gradients(covariance: Tensor, g: Tensor, a: Tensor, variance: Tensor) -
 
 
 def _add_pairs(covariance: Tensor, g: Tensor, a: Tensor, variance: Tensor) -> None:
-    """From products of the inputs at pairs of positions: no gradient of the weight appears.
-
-    With ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]`` it is ``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]``.
-    """
+    """``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]`` with ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]``."""
     positions = a.shape[2]
     first, second = torch.triu_indices(positions, positions, device=a.device)
     found = rotate(a[:, :, first] * a[:, :, second], variance.mT).mT  # [batch, groups, outputs, pairs]
@@ -243,3 +242,53 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     )
     noise = torch.special.ndtri(points.clamp(1e-12, 1 - 1e-12)).to(covariance)
     return torch.einsum("...cd,sd->s...c", root, noise)
+
+
+def _exact_is_cheap(fitted: FittedLaplace) -> bool:
+    """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample."""
+    outputs = fitted.summary.outputs
+    return outputs <= _EXACT_OUTPUTS and (fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES)
+
+
+def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
+    """Predictions ``[..., batch, positions, outputs]`` of several positions in the shape of the network's outputs."""
+    if isinstance(found, tuple):
+        return type(found)(*(in_own_shape(fitted, inputs, own) for own in found))
+    if fitted.summary.positions == 1:
+        return found
+    shape = fitted.tangent.own_shape(inputs)
+    axis = class_axis_of(len(shape), fitted.tangent.class_axis)
+    places = [n for i, n in enumerate(shape) if i not in (0, axis)]
+    return found.unflatten(-2, places).movedim(-1, axis - len(shape))
+
+
+def tempered_predictives(
+    fitted: FittedLaplace,
+    inputs: Any,
+    temperatures: Sequence[float],
+    *,
+    num_samples: int,
+    link_approx: LinkApprox,
+    covariance: Covariance,
+    seed: int,
+) -> list[Any]:
+    """The predictive of one batch at several temperatures, from the same covariances or samples."""
+    likelihood = fitted.likelihood
+    deviations: Tensor | None = None
+    sampled = not likelihood.noisy and link_approx == "mc"
+    if not any(temperatures):
+        with evaluating(fitted.model):
+            mean = fitted.tangent.outputs(inputs)
+        variance = torch.zeros_like(mean)
+    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted)):
+        mean, joint = function_covariance(fitted, inputs)
+        matrix = within_positions(mean, joint)
+        variance = matrix.diagonal(dim1=-2, dim2=-1)
+        deviations = gaussian_samples(matrix, num_samples, seed) if sampled else None
+    else:
+        mean, changes = function_samples(fitted, inputs, num_samples, seed)
+        variance = changes.square().mean(0)
+        deviations = changes if sampled else None
+    return [
+        likelihood.predict(mean, variance, deviations, temperature=t, noise=fitted.noise_variance) for t in temperatures
+    ]

@@ -147,31 +147,26 @@ def find_layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
     uses = Counter(number for _, number in every)
     chosen = set(names) - {name for name, number in every if uses[number] > 1}
     layers: list[Layer] = []
-    refused: list[str] = []
     inside: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, ParametrizationList):
             continue
-        prefix, called = f"{path}." if path else "", path or "the model itself"
+        prefix, refused = f"{path}." if path else "", ""
         if isinstance(module, nn.MultiheadAttention):
-            names_here = {n for n in chosen if n.startswith(prefix)}
-            if names_here and not runs_forward_of(module, nn.MultiheadAttention):
-                refused.append(f"{called} ({type(module).__name__} with a forward of its own)")
-            elif names_here:
+            inner = {name for name in chosen if name.startswith(prefix)}
+            inside |= inner
+            if inner and runs_forward_of(module, nn.MultiheadAttention):
                 layers.extend(attention_projections(path, module, chosen))
-            inside |= names_here
-            continue
-        own = {leaf: p for leaf, p in module.named_parameters(recurse=False) if prefix + leaf in chosen - inside}
-        if not own:
-            continue
-        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
-            refused.append(f"{called} (Embedding with max_norm or scale_grad_by_freq)")
-            continue
-        known = layer_of(path, module, {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items()})
-        layers.extend([known] if known else [])
-    if refused:
-        raise UnsupportedLayerError(
-            f"no exact gradients for the parameters of {'; '.join(refused[:6])}. Freeze them, leave them out with "
-            "parameters=[...], or use curvature='diag' (any layer) or 'full' (small networks)"
-        )
+            elif inner:
+                refused = "with a forward of its own"
+        elif own := {leaf: p for leaf, p in module.named_parameters(recurse=False) if prefix + leaf in chosen - inside}:
+            known = layer_of(path, module, {leaf: Part(prefix + leaf, tuple(p.shape)) for leaf, p in own.items()})
+            layers.extend([known] if known else [])
+            if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
+                refused = "with max_norm or scale_grad_by_freq"
+        if refused:
+            raise UnsupportedLayerError(
+                f"no exact gradients for the parameters of {path or 'the model itself'} ({type(module).__name__} "
+                f"{refused}). Freeze it, {_INSTEAD}"
+            )
     return layers

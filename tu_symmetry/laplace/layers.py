@@ -65,9 +65,9 @@ class Layer(ABC):
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """Gradient of every sample's weight, ``[batch, size]``."""
 
-    @abstractmethod
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradient of every sample's bias, ``[batch, size]``."""
+        raise NotImplementedError
 
 
 class MatrixLayer(Layer):
@@ -172,10 +172,6 @@ class EmbeddingLayer(Layer):
         values, pairs = self.summed(rows, gradient)
         table = gradient.new_zeros(len(rows) * self.entries, self.features)
         return table.index_copy_(0, pairs, values).reshape(len(rows), -1)
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:
-        """An embedding has no bias."""
-        raise NotImplementedError
 
 
 def layer_of(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | None:

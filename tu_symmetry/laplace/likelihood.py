@@ -27,17 +27,11 @@ _SMALLEST = 1e-300  # probability
 
 
 class GaussianPredictive(NamedTuple):
-    """Predictive distribution of a regression.
+    """Predictive distribution of a regression."""
 
-    Attributes:
-        mean: ``f(x)``, ``[batch, outputs]``.
-        variance: the variance of a new observation: ``epistemic`` plus the noise variance.
-        epistemic: variance of the network's outputs.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    epistemic: Tensor
+    mean: Tensor  # f(x), [batch, outputs]
+    variance: Tensor  # of a new observation: epistemic plus the noise variance
+    epistemic: Tensor  # of the network's outputs
 
 
 def check_link_approx(link_approx: str) -> None:
@@ -138,14 +132,10 @@ class Likelihood(ABC):
     def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
         """Monte-Carlo :meth:`hessian_root`: the gradient at targets drawn from the model, by a generator of the CPU."""
 
-    def root(
-        self, outputs: Tensor, targets: Tensor, fisher_type: FisherType, generator: torch.Generator | None = None
-    ) -> Directions:
+    def root(self, outputs: Tensor, targets: Tensor, fisher_type: FisherType, generator: torch.Generator) -> Directions:
         """Columns whose outer products sum to every sample's output Hessian, or to a Monte-Carlo estimate of it."""
         if fisher_type == "type-2":
             return Directions(self.hessian_root(outputs, targets), joint=False)
-        if generator is None:
-            raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
         return Directions(self.sampled_root(outputs, targets, generator), joint=True)
 
     @abstractmethod
@@ -229,7 +219,7 @@ class Categorical(Likelihood):
         }
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Class numbers as int64 (ignored ones as they are), or soft labels in the shape and type of the outputs."""
+        """Soft labels, or one-hot rows of class numbers (zeros of ignored ones), in the outputs' shape and type."""
         classes = outputs.shape[-1]
         if classes < 2:
             raise ValueError("classification needs at least two logits; for a single one choose likelihood='binary'")
@@ -251,29 +241,25 @@ class Categorical(Likelihood):
                 "or soft labels in the shape of the outputs (Categorical(class_axis=1) says where classes are); "
                 "likelihood='regression' takes real targets"
             )
-        found = found.long()
-        seen = found[self.present(found)]
-        low, high = numbers(seen.aminmax()) if seen.numel() else (0, 0)
+        labels = found.long()
+        present = torch.ones_like(labels, dtype=torch.bool)
+        if self.ignore_index is not None:
+            present = labels != self.ignore_index
+        low, high = numbers(labels[present].aminmax()) if bool(present.any()) else (0, 0)
         if low < 0 or high >= classes:
             raise ValueError(
                 f"targets lie in [{low:.0f}, {high:.0f}], but the network has classes 0 to {classes - 1}; leave labels "
                 "out with Categorical(ignore_index=...), or use the network that was trained on these labels"
             )
-        return found
+        return F.one_hot(torch.where(present, labels, 0), classes).to(outputs) * present.unsqueeze(-1)
 
     def present(self, observed: Tensor) -> Tensor:
-        """Labels that are not left out; rows of soft ones."""
-        labels = observed[..., 0] if observed.is_floating_point() else observed
-        if observed.is_floating_point() or self.ignore_index is None:
-            return torch.ones_like(labels, dtype=torch.bool)
-        return labels != self.ignore_index
+        """Rows with a label."""
+        return observed.any(-1)
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``q'`` in the shape of the outputs; zeros for a label that is left out."""
         labels = self.observed(outputs, targets)
-        if not labels.is_floating_point():
-            present = self.present(labels)
-            labels = F.one_hot(torch.where(present, labels, 0), outputs.shape[-1]).to(outputs) * present.unsqueeze(-1)
         if self.label_smoothing:
             share = self.label_smoothing * labels.sum(-1, keepdim=True) / outputs.shape[-1]
             labels = (1 - self.label_smoothing) * labels + share
@@ -323,12 +309,7 @@ class Categorical(Likelihood):
 
     def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
         """The negative log-likelihood of the label, or the cross entropy with soft ones."""
-        p = prediction.double()
-        if observed.is_floating_point():
-            return -(observed.double() * p.clamp(min=_SMALLEST).log()).sum(-1)
-        present = self.present(observed)
-        own = p.gather(-1, torch.where(present, observed, 0).unsqueeze(-1)).squeeze(-1)
-        return torch.where(present, -own.clamp(min=_SMALLEST).log(), 0.0)
+        return -(observed.double() * prediction.double().clamp(min=_SMALLEST).log()).sum(-1)
 
 
 class Bernoulli(Likelihood):

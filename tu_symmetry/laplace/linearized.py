@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace import function_posterior, interop, predictive, storage
+from tu_symmetry.laplace import function_posterior, interop, storage
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
@@ -33,6 +33,7 @@ from tu_symmetry.laplace.curvature import (
 from tu_symmetry.laplace.data import all_reduce, opened, together
 from tu_symmetry.laplace.determinants import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
+from tu_symmetry.laplace.function_posterior import Covariance, in_own_shape, tempered_predictives
 from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary, rows_of
 from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
@@ -57,6 +58,7 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
+    evaluating,
     full_precision,
     last_layer,
     select_parameters,
@@ -102,7 +104,6 @@ class LinearizedLaplace:
             ``curvature="last_layer"`` the name of one linear layer, None to find it.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
         noise_variance: the variance of a regression's noise; None to find it by the evidence (and 1 until then).
-        generator: the generator of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
@@ -122,7 +123,6 @@ class LinearizedLaplace:
         parameters: Sequence[str] | Literal["last_layer"] | None = None,
         bias: BiasCurvature = "exact",
         noise_variance: float | None = None,
-        generator: torch.Generator | None = None,
     ) -> None:
         require_module(model)
         for option, value, allowed in (
@@ -143,7 +143,7 @@ class LinearizedLaplace:
         self.model, self.graph = model, graph
         self.prior, self.evaluate_at = prior, evaluate_at
         self.options = Options(curvature, fisher_type, kfac_approx, bias)
-        self.generator, self._given_noise = generator, noise_variance
+        self._given_noise = noise_variance
         self.train_loader: Iterable[Any] | None = None
         class_axis = self.likelihood.class_axis
         self._traced = parameters == "last_layer" or (curvature == "last_layer" and not parameters)
@@ -215,7 +215,6 @@ class LinearizedLaplace:
             self.options,
             whole=whole,
             first_pass=first_pass,
-            generator=self.generator or torch.Generator().manual_seed(0),
             progress=progress,
         )
         self._fitted = FittedLaplace.begin(
@@ -313,14 +312,9 @@ class LinearizedLaplace:
         if self.graph is None and self.prior == "per_group":
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
-            training = [m for m in self.model.modules() if m.training]
-            self.model.eval()
-            try:
-                args, kwargs = arguments(inputs)
+            args, kwargs = arguments(inputs)
+            with evaluating(self.model):
                 self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
-            finally:
-                for module in training:
-                    module.training = True
         return prior_groups(self.tangent.slots, self.prior, self.graph.normalizations if self.graph else ())
 
     @_apart
@@ -398,7 +392,7 @@ class LinearizedLaplace:
         *,
         link_approx: LinkApprox = "mc",
         num_samples: int = 100,
-        covariance: predictive.Covariance = "auto",
+        covariance: Covariance = "auto",
         seed: int = 0,
         held_out: bool = True,
         standard_errors: float = 0.0,
@@ -410,8 +404,7 @@ class LinearizedLaplace:
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
-            link_approx: with which predictions will be made, ``mc`` or ``probit``; :meth:`predictive` takes it from
-                then on, where it is given none.
+            link_approx: with which predictions will be made, ``mc`` or ``probit``.
             num_samples: with which predictions will be made.
             covariance: likewise.
             seed: likewise.
@@ -441,10 +434,9 @@ class LinearizedLaplace:
             evidence=qualities[candidates.index(1.0)],
             calibrated=qualities[best],
             held_out=held_out,
-            link_approx=link_approx,
             standard_error=float(judged.errors[best]),
         )
-        self._fitted = replace(fitted, temperature=candidates[best], link_approx=link_approx)
+        self._fitted = replace(fitted, temperature=candidates[best])
         if held_out:
             warn_if_it_hurts(found, stacklevel=4)
         return found
@@ -462,7 +454,7 @@ class LinearizedLaplace:
     def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
         inputs = self._on_device(inputs)
-        return predictive.in_own_shape(self.fitted, inputs, self._samples(inputs, num_samples, seed))
+        return in_own_shape(self.fitted, inputs, self._samples(inputs, num_samples, seed))
 
     @_apart
     def predictive(
@@ -470,8 +462,8 @@ class LinearizedLaplace:
         inputs: Any,
         *,
         num_samples: int = 100,
-        link_approx: LinkApprox | None = None,
-        covariance: predictive.Covariance = "auto",
+        link_approx: LinkApprox = "mc",
+        covariance: Covariance = "auto",
         joint: bool = False,
         seed: int = 0,
     ) -> Any:
@@ -480,8 +472,7 @@ class LinearizedLaplace:
         Args:
             inputs: a batch.
             num_samples: number of Monte-Carlo samples.
-            link_approx: from logits to probabilities: ``mc``, or in closed form ``probit``. None: that of
-                :meth:`calibrate`, and ``mc`` before.
+            link_approx: from logits to probabilities: ``mc``, or in closed form ``probit``.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
@@ -495,16 +486,16 @@ class LinearizedLaplace:
         fitted, inputs = self.fitted, self._on_device(inputs)
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
-        link = fitted.link_approx if link_approx is None else link_approx
-        check_link_approx(link)
-        if covariance not in get_args(predictive.Covariance):
+        check_link_approx(link_approx)
+        if covariance not in get_args(Covariance):
             raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
         if joint:
             found = fitted.likelihood.of_function(self._samples(inputs, num_samples, seed))
-            return predictive.in_own_shape(fitted, inputs, found)
+            return in_own_shape(fitted, inputs, found)
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
-        (found,) = predictive.tempered_predictives(fitted, inputs, [fitted.temperature], link_approx=link, **options)
-        return predictive.in_own_shape(fitted, inputs, found)
+        temperatures = [fitted.temperature]
+        (found,) = tempered_predictives(fitted, inputs, temperatures, link_approx=link_approx, **options)
+        return in_own_shape(fitted, inputs, found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""

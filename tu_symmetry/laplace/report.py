@@ -45,7 +45,6 @@ class Calibration:
         evidence: quality of the posterior whose precisions the evidence chose (temperature 1).
         calibrated: quality at the temperature that was chosen.
         held_out: whether the network was not trained on these data.
-        link_approx: with which the predictions were made, and will be where none is asked for.
         standard_error: that of the difference between the NLLs of the calibrated posterior and of the network (nats).
     """
 
@@ -55,7 +54,6 @@ class Calibration:
     evidence: Quality
     calibrated: Quality
     held_out: bool = True
-    link_approx: str = "mc"
     standard_error: float = math.nan
 
     @property

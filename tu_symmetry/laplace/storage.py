@@ -58,7 +58,6 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "noise_variance": fitted.noise_variance,
         "noise_fixed": fitted.noise_fixed,
         "temperature": fitted.temperature,
-        "link_approx": fitted.link_approx,
         "hyperprior": {key: _finite(value) for key, value in asdict(fitted.hyperprior).items()},
         "summary": asdict(fitted.summary),
         "solution": {key: _finite(value) for key, value in solution.items() if key != "theta"},
@@ -102,7 +101,6 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=Mode(tensors["theta"].to(device), **solution),
         temperature=content["temperature"],
-        link_approx=content["link_approx"],
     )
 
 

@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
@@ -263,7 +263,7 @@ class TangentModel:
         ``linearize`` gives wrong products for some (``nn.LSTM``): the first batch of a structure is tried on a few.
         """
         load_forward_mode()
-        function, point = self.function(inputs), self.parameters()
+        function, point, kind = self.function(inputs), self.parameters(), structure(inputs)
         with torch.enable_grad():
             outputs, pullback = vjp(function, point)[:2]
         outputs = check_outputs(outputs.detach(), batch_size(inputs))
@@ -274,30 +274,23 @@ class TangentModel:
         def again(vector: Tensor) -> Tensor:
             return self.jvp(inputs, vector)[1]
 
-        found = self._pushforward(function, point) if self._forward_mode and self._linearizes else None
-        kind = structure(inputs)
-        self._linearizes = found is not None and (kind in self._tried or self._agree(found, again))
-        if found is None or not self._linearizes:
-            return Linearization(outputs, again, pull)
-        self._tried.add(kind)
-        return Linearization(outputs, found, pull)
-
-    def _pushforward(
-        self, function: Callable[[dict[str, Tensor]], Tensor], point: dict[str, Tensor]
-    ) -> Callable[[Tensor], Tensor] | None:
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own about how it folds constants
-                pushforward = linearize(function, point)[1]
-        except (NotImplementedError, RuntimeError):
-            return None
-
         def push(vector: Tensor) -> Tensor:
             with torch.no_grad():
                 found: Tensor = pushforward(self.unflatten(vector))
             return found
 
-        return push
+        try:
+            if self._forward_mode and self._linearizes:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of torch's own about how it folds constants
+                    pushforward = linearize(function, point)[1]
+                self._linearizes = kind in self._tried or self._agree(push, again)
+        except (NotImplementedError, RuntimeError):
+            self._linearizes = False
+        if not (self._forward_mode and self._linearizes):
+            return Linearization(outputs, again, pull)
+        self._tried.add(kind)
+        return Linearization(outputs, push, pull)
 
     def _agree(self, push: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor]) -> bool:
         """Whether products are those of :meth:`jvp`, also in later calls."""
@@ -418,19 +411,19 @@ def _equal(output: Tensor, other: Tensor) -> bool:
     return output.shape == other.shape and torch.equal(output, other)
 
 
-def _note(seen: list[tuple[str, Any]], name: str, _module: nn.Module, _args: Any, output: Any) -> None:
-    seen.append((name, output))
-
-
 def _called(model: nn.Module, inputs: Any) -> list[tuple[str, Any]]:
     """Modules with their outputs in the order in which they finish; the network itself, named ``""``, is last."""
+    names = {module: name for name, module in model.named_modules() if not isinstance(module, ParametrizationList)}
     seen: list[tuple[str, Any]] = []
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if module in names:
+            seen.append((names[module], output))
+
     with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if not isinstance(module, ParametrizationList):
-                stack.callback(module.register_forward_hook(partial(_note, seen, name)).remove)
+        stack.callback(register_module_forward_hook(note).remove)
         stack.enter_context(evaluating(model))
+        stack.enter_context(torch.no_grad())
         args, kwargs = arguments(inputs)
-        with torch.no_grad():
-            model(*args, **kwargs)
+        model(*args, **kwargs)
     return seen

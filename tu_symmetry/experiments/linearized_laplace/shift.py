@@ -24,7 +24,7 @@ from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import DEFAULTS, Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
 from tu_symmetry.experiments.study import Images, tracked
-from tu_symmetry.laplace.predictive import tempered_predictives
+from tu_symmetry.laplace.function_posterior import tempered_predictives
 from tu_symmetry.laplace.report import LaplaceHurtsWarning
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
