@@ -137,39 +137,6 @@ def test_which_approximation_is_exact_where_positions_share_a_weight(pooled: boo
     assert (dense_curvature(other) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
 
 
-CONVOLUTIONS = [
-    (nn.Conv1d(2, 4, 5), (2, 5)),
-    (nn.Conv2d(2, 4, 3), (2, 3, 3)),
-    (nn.Conv2d(4, 6, (3, 2), groups=2), (4, 3, 2)),
-    (nn.Conv2d(3, 6, 3, groups=3, bias=False), (3, 3, 3)),
-    (nn.Conv2d(2, 4, 3, stride=4, padding=1), (2, 3, 3)),
-    (nn.Conv2d(2, 4, 2, dilation=2), (2, 3, 3)),
-    (nn.Conv3d(2, 4, 2), (2, 2, 2, 2)),
-]
-
-
-@both_approximations
-@pytest.mark.parametrize(("convolution", "shape"), CONVOLUTIONS)
-def test_convolutions_with_one_position_are_exact(
-    convolution: nn.Module, shape: tuple[int, ...], kfac_approx: str
-) -> None:
-    """Every group of a grouped convolution has its own factors; blocks between groups are dropped."""
-    width = convolution.weight.shape[0]  # type: ignore[union-attr,index]
-    model = randomize(nn.Sequential(convolution, nn.Tanh(), nn.Flatten(), nn.Linear(int(width), 3)))  # type: ignore
-    x, y = data(*shape, outputs=3, samples=1)
-    la = fitted(model, x, y, kfac_approx=kfac_approx)
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    found, own = dense_curvature(la), slot(la, "0.weight")
-    size = (own.stop - own.start) // convolution.groups  # type: ignore[operator]
-    for start in range(own.start, own.stop, int(size)):
-        piece = slice(start, start + int(size))
-        torch.testing.assert_close(found[piece, piece], exact[piece, piece], rtol=RTOL, atol=1e-10)
-    for name in set(la.tangent.names) - {"0.weight"}:
-        torch.testing.assert_close(
-            found[slot(la, name), slot(la, name)], exact[slot(la, name), slot(la, name)], rtol=RTOL, atol=1e-10
-        )
-
-
 @pytest.mark.parametrize("separate", [False, True])
 def test_attention_projections_of_one_token_are_exact(separate: bool) -> None:
     """With one token no position shares a weight (and query and key have no effect)."""

@@ -160,14 +160,6 @@ def test_laplace_evidence_by_its_definition(prior: str, curvature: str, evaluate
         assert row.gamma == pytest.approx(float(row.size - row.precision * diagonal.sum()), rel=1e-8)
 
 
-def test_map_mode_needs_no_data_and_finds_the_root() -> None:
-    model, x, y = problem()
-    la = LinearizedLaplace(model, prior="per_layer", evaluate_at="map").fit(iter([(x, y)]))
-    la.optimize_evidence(hyperprior=None)
-    for row in la.report():
-        assert row.precision * row.squared_norm == pytest.approx(row.gamma, rel=1e-10)
-
-
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag", "last_layer"])
 def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
     model, x, y = problem()

@@ -105,15 +105,6 @@ def test_conversion_from_laplace_torch(kind: str, layers: int) -> None:
     assert better.log_marginal_likelihood > evidence(other)
 
 
-def test_mode_linear_needs_the_data_again() -> None:
-    model, x, y = problem("mlp", "classification")
-    la = LinearizedLaplace.from_laplace_torch(theirs(model, x, y, "classification"), evaluate_at="tangent_mode")
-    reference = ours(model, x, y, "classification", evaluate_at="tangent_mode")
-    reference.set_precision(1.0)
-    found = la.log_marginal_likelihood([(x, y)])
-    assert found == pytest.approx(reference.log_marginal_likelihood(), rel=1e-7)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

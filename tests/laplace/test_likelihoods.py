@@ -175,18 +175,6 @@ def test_curvature_mode_and_evidence_by_their_definition(name: str, positions: b
     assert found == pytest.approx(float(expected), rel=1e-7)
 
 
-@pytest.mark.parametrize("name", ["all", "binary_soft"])
-def test_the_joint_optimum_is_certified(name: str) -> None:
-    model, x, y = data(name, False)
-    la = LinearizedLaplace(model, CASES[name][0], prior="per_layer").fit([(x, y)])
-    result = la.optimize_evidence()
-    assert result.converged and result.gap < 1e-6
-    norms, fitted = la.prior_groups.total(la.theta.square()), la.fitted
-    slopes = la.log_precision.exp() * norms - fitted.gamma()
-    slopes += 2 * fitted.hyperprior.weight * (la.log_precision - fitted.center.log())
-    assert float(slopes.abs().max()) < 1e-4
-
-
 @pytest.mark.parametrize("curvature", ["full", "diag"])
 def test_ignored_tokens_are_no_observations(curvature: Any) -> None:
     """A network that treats positions by themselves, with the last ones ignored, is that of shorter sequences."""
@@ -276,23 +264,6 @@ def test_calibration_measures_what_was_observed(name: str) -> None:
         ignored = CASES[name][0].config()["ignore_index"]
         expected = F.cross_entropy(f.flatten(0, 1), y.flatten(), ignore_index=-100 if ignored is None else ignored)
     assert found.network.nll == pytest.approx(float(expected))
-
-
-@pytest.mark.parametrize("shape", [(BATCH,), (BATCH, POSITIONS)])
-@pytest.mark.parametrize("name", list(CASES))
-def test_what_is_counted_is_counted_sample_by_sample(name: str, shape: tuple[int, ...]) -> None:
-    """Where nothing is observed there is nothing to add."""
-    likelihood, make, _ = CASES[name]
-    f, y = real(*shape, 4), make(*shape)
-    seen = likelihood.observed(f, y)
-    p = likelihood.predict(f, 0.1 * f.square(), None, temperature=1.0, noise=0.5)
-    nll, present = likelihood.nll(p, seen), likelihood.present(seen)
-    assert nll.shape == present.shape and nll.dtype == torch.float64 and len(nll) == BATCH
-    assert bool((nll[~present] == 0).all()) and bool((nll[present] != 0).all())
-    for i in range(BATCH):
-        one = slice(i, i + 1)
-        row = p[one] if isinstance(p, Tensor) else type(p)(*(own[one] for own in p))
-        torch.testing.assert_close(likelihood.nll(row, seen[one]), nll[one])
 
 
 class Segmenter(nn.Module):

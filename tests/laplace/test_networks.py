@@ -227,17 +227,6 @@ class Inner(nn.Module):
         return self.b(torch.tanh(self.read(self, x)))
 
 
-class Embedded(nn.Module):
-    """Tokens whose table serves as the output layer too, as language models have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.mix = nn.Embedding(5, 4), nn.Linear(4, 4)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.mix(self.table(tokens))), self.table.weight)
-
-
 def normalized(m: Any, x: Tensor) -> Tensor:
     """A weight norm written out, beside the call."""
     return m.a(x) + F.linear(x, m.a.weight / m.a.weight.norm(dim=1, keepdim=True))
@@ -282,25 +271,6 @@ def test_a_parameter_that_is_read_besides_gets_its_exact_block(name: str) -> Non
     with pytest.warns(ReadElsewhereWarning, match=sorted(read)[0]):
         la = compare(model, x, labels(model(x)))
     assert whole_of(la) == read
-
-
-def test_a_second_use_is_found_in_single_precision() -> None:
-    model = randomize(Inner(lambda m, x: m.a(x) + 2e-3 * x @ m.a.weight.T)).float()
-    x = inputs(5).float()
-    with pytest.warns(ReadElsewhereWarning, match=r"a\.weight"):
-        fitted(model, x, labels(model(x)))
-
-
-def test_an_embedding_that_is_the_output_layer_too(tmp_path: Any) -> None:
-    """Token-level likelihood; what is saved knows which parameters are read besides."""
-    model, x = randomize(Embedded()), TOKENS
-    with pytest.warns(ReadElsewhereWarning, match=r"table\.weight"):
-        la = compare(model, x, labels(model(x)))
-    assert whole_of(la) == {"table.weight"}
-    la.save(tmp_path / "la.safetensors")
-    again = LinearizedLaplace.load(tmp_path / "la.safetensors", model)
-    assert whole_of(again) == whole_of(la)
-    assert torch.equal(again.function_covariance(x)[1], la.function_covariance(x)[1])
 
 
 def test_another_axis_as_long_as_the_batch_is_no_batch() -> None:

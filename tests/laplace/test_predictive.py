@@ -8,36 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import Recurrent, data, dense_covariance, jacobian, mlp, posterior_covariance, randomize
+from laplace_oracles import (
+    SelfAttention,
+    cnn,
+    data,
+    dense_covariance,
+    dense_curvature,
+    exact_ggn,
+    jacobian,
+    mlp,
+    randomize,
+)
+from laplace_oracles import fitted as fit
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-
-
-def cnn() -> nn.Module:
-    return randomize(
-        nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 6, 3, groups=2),
-            nn.GroupNorm(2, 6), nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3),
-        )
-    )  # fmt: skip
-
-
-class Transformer(nn.Module):
-    """Embedding, attention module, and attention by the function that has no forward-mode derivative when fused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.query, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.table(tokens))
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        q = self.query(x).unsqueeze(1)
-        return self.head(F.scaled_dot_product_attention(q, q, q).squeeze(1).mean(1))
+from tu_symmetry.laplace.mixture import LaplaceMixture
 
 
 class TwoInputs(nn.Module):
@@ -49,14 +36,10 @@ class TwoInputs(nn.Module):
         return self.head(torch.tanh(self.a(a) * self.b(b)))
 
 
-def tokens() -> Tensor:
-    return torch.randint(0, 6, (9, 4), generator=torch.Generator().manual_seed(3))
-
-
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "mlp": (mlp, lambda: data(4, outputs=3)[0]),
-    "cnn": (cnn, lambda: data(2, 5, 5, outputs=3)[0]),
-    "transformer": (lambda: randomize(Transformer()), tokens),
+    "cnn": (cnn, lambda: data(2, 6, 6, outputs=3)[0]),
+    "attention": (lambda: randomize(SelfAttention(True)), lambda: data(3, 5, outputs=3)[0]),
     "two_inputs": (
         lambda: randomize(TwoInputs()),
         lambda: (data(4, outputs=3)[0], data(2, outputs=3, seed=2)[0]),
@@ -97,19 +80,6 @@ def test_covariance_is_jacobian_covariance_jacobian(name: str, curvature: str) -
     found = la.function_covariance(x)
     torch.testing.assert_close(found[0], mean)
     torch.testing.assert_close(found[1], each(covariance), rtol=1e-8, atol=1e-10)
-
-
-def test_covariance_of_a_recurrent_network() -> None:
-    """No rule for vectorized or forward-mode derivatives of nn.LSTM: products fall back to reverse mode."""
-    model, (x, y) = randomize(Recurrent()), data(3, 4, outputs=3)
-    la = LinearizedLaplace(model, prior="single", curvature="diag", parameters=["head"]).fit([(x, y)])
-    torch.testing.assert_close(la.function_covariance(x)[1], each(exact(la, x)[1]), rtol=1e-8, atol=1e-10)
-    whole = LinearizedLaplace(model, prior="single", curvature="kfac", parameters=["memory.weight_ih_l0"])
-    names = whole.tangent.names
-    vector = torch.randn(whole.tangent.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    exact_product = jacobian(model, names, x) @ vector
-    torch.testing.assert_close(whole.tangent.jvp(x, vector)[1], exact_product, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(whole.tangent.jvp(x, 2 * vector)[1], 2 * exact_product, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
@@ -165,28 +135,6 @@ def test_weight_samples_have_the_posterior_covariance() -> None:
     expected = dense_covariance(la)
     assert float(drawn.mean(0).abs().max()) < 0.12
     assert float((torch.cov(drawn.T) - expected).norm() / expected.norm()) < 0.12
-
-
-@pytest.mark.parametrize("prior", ["single", "per_layer"])
-def test_directions_of_which_the_data_say_nothing_have_the_prior(prior: str) -> None:
-    """Two samples of wide layers with dead units: products and samples take the other eigenvectors alone."""
-    model = randomize(
-        nn.Sequential(
-            nn.Conv2d(4, 6, 2, groups=2, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(24, 20),
-            nn.ReLU(), nn.Linear(20, 3),
-        )
-    )  # fmt: skip
-    with torch.no_grad():
-        model[4].bias[3:9] = -50  # type: ignore[index, operator]
-    x, y = data(4, 3, 3, outputs=3, samples=2)
-    la = LinearizedLaplace(model, prior=prior, evaluate_at="map").fit([(x, y)])  # type: ignore
-    numbers = torch.arange(1, len(la.prior_groups) + 1).double()
-    la.set_precision(dict(zip(la.prior_groups.names, (0.3 * numbers).tolist(), strict=True)))
-    expected = dense_covariance(la)
-    torch.testing.assert_close(posterior_covariance(la.posterior), expected, rtol=1e-9, atol=1e-11)
-    root = la.posterior.sample(torch.eye(la.tangent.size, dtype=torch.float64))
-    torch.testing.assert_close(root, root.mT, rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(root @ root, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_samples_are_joint_over_inputs_batches_and_calls() -> None:
@@ -255,27 +203,8 @@ def test_regression_predictive(curvature: str) -> None:
     assert la.predictive(x, joint=True, num_samples=7).shape == (7, 9, 3)
 
 
-def test_the_mean_stays_where_the_network_is_and_weights_move_in_mode_linear() -> None:
-    la, x = fitted(evaluate_at="tangent_mode")
-    la.log_marginal_likelihood()
-    assert float((la.theta - la.tangent.point()).norm()) > 0.1
-    torch.testing.assert_close(la.function_covariance(x)[0], la.model(x).detach())
-
-
-@pytest.mark.parametrize("covariance", ["exact", "samples"])
-@pytest.mark.parametrize("context", [torch.inference_mode, torch.no_grad])
-def test_prediction_inside_inference_mode(context: Any, covariance: str) -> None:
-    """Where Lightning calls it."""
-    la, x = fitted("transformer")
-    expected = la.predictive(x, num_samples=5, covariance=covariance)  # type: ignore[arg-type]
-    with context():
-        found = la.predictive(x.clone(), num_samples=5, covariance=covariance)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, expected)
-    assert not found.requires_grad
-
-
 def test_single_precision() -> None:
-    model, (x, y) = cnn(), data(2, 5, 5, outputs=3)
+    model, (x, y) = cnn(), data(2, 6, 6, outputs=3)
     expected = LinearizedLaplace(model, prior="per_group", evaluate_at="map").fit([(x, y)])
     expected.optimize_evidence()
     double = expected.predictive(x, link_approx="probit")
@@ -286,15 +215,90 @@ def test_single_precision() -> None:
     torch.testing.assert_close(found.double(), double, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_samples": 0}, "num_samples=0"),
-        ({"link_approx": "logit"}, "'probit'"),
-        ({"covariance": "all"}, "'samples'"),
-    ],
-)
-def test_options_that_are_not_known(options: dict[str, Any], message: str) -> None:
-    la, x = fitted()
-    with pytest.raises(ValueError, match=message):
-        la.predictive(x, **options)
+def sequences(kind: str = "classification", samples: int = 6, tokens: int = 4) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network with three outputs for every token."""
+    x, real = data(tokens, 3, outputs=3 * tokens, kind="regression", samples=samples)
+    y = real.view(samples, tokens, 3)
+    return mlp(inputs=3), x, y if kind == "regression" else y.argmax(-1)
+
+
+def test_the_noise_variance_counts_every_position() -> None:
+    model, x, y = sequences("regression", samples=30)
+    la = fit(model, x, y, "regression", curvature="full", evaluate_at="tangent_mode")
+    la.optimize_evidence()
+    # MacKay's fixed point: the squared residuals over the number of observed values less the determined directions
+    values = torch.linalg.eigvalsh(dense_curvature(la)) / la.noise_variance
+    gamma = float((values / (values + la.log_precision.exp())).sum())
+    assert la.noise_variance == pytest.approx(2 * la.solution.loss / (y.numel() - gamma), rel=1e-5)
+
+
+def test_predictives_of_every_position() -> None:
+    model, x, y = sequences()
+    la = fit(model, x, y)
+    jac, mean = jacobian(model, la.tangent.names, x), model(x).detach()
+    own = torch.einsum("ntci,ij,ntdj->ntcd", jac, dense_covariance(la), jac)
+    variance = own.diagonal(dim1=-2, dim2=-1)
+    expected = (mean / (1 + math.pi / 8 * variance).sqrt()).softmax(-1)
+    torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
+    exact = la.predictive(x, num_samples=4096, covariance="exact")
+    draws = torch.randn(40_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    some = mean[0, 1] + draws @ torch.linalg.cholesky(own[0, 1] + 1e-12 * torch.eye(3)).T
+    torch.testing.assert_close(exact[0, 1], some.softmax(-1).mean(0), rtol=0, atol=0.01)
+    torch.testing.assert_close(la.predictive(x, num_samples=400, covariance="samples"), exact, rtol=0, atol=0.15)
+    spread = (la.function_samples(x, 300) - mean).square().mean(0)
+    torch.testing.assert_close(spread, variance, rtol=0.5, atol=1e-3)
+    assert la.predictive(x, joint=True, num_samples=5).shape == (5, 6, 4, 3)
+    model, x, y = sequences("regression")
+    la = fit(model, x, y, "regression", noise_variance=0.3)
+    variance = torch.einsum("ntci,ij,ntcj->ntc", jac, dense_covariance(la), jac)
+    torch.testing.assert_close(la.predictive(x).epistemic, variance, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(la.predictive(x).variance, variance + 0.3, rtol=1e-7, atol=1e-9)
+
+
+def test_sequences_of_several_lengths() -> None:
+    """Batches may differ in their number of positions; a regression's noise needs them equal."""
+    model, x, y = sequences()
+    la = LinearizedLaplace(model, prior="single", evaluate_at="map", curvature="full")
+    la.fit([(x[:3], y[:3]), (x[3:, :2], y[3:, :2])])
+    exact = exact_ggn(model, la.tangent.names, x[:3], y[:3], "classification")
+    exact = exact + exact_ggn(model, la.tangent.names, x[3:, :2], y[3:, :2], "classification")
+    torch.testing.assert_close(dense_curvature(la), exact, rtol=1e-9, atol=1e-9)
+    model, x, y = sequences("regression")
+    with pytest.raises(ValueError, match="equally many"):
+        LinearizedLaplace(model, "regression", prior="single").fit([(x[:3], y[:3]), (x[3:, :2], y[3:, :2])])
+
+
+def mixture(kind: Any = "classification") -> tuple[LaplaceMixture, Tensor, Tensor]:
+    x, y = data(4, outputs=3, kind="regression" if kind == "regression" else "classification")
+    if kind == "binary":
+        y = torch.stack([y == c for c in range(3)], -1)
+    return LaplaceMixture([fit(mlp(seed=seed), x, y, kind) for seed in range(3)]), x, y
+
+
+def test_moments_of_a_regression_by_their_definition() -> None:
+    found, x, _ = mixture("regression")
+    means, variances = [], []
+    for la in found.members:
+        jac = jacobian(la.model, la.tangent.names, x)
+        means.append(la.model(x).detach())
+        variances.append(torch.einsum("nci,ij,ncj->nc", jac, dense_covariance(la), jac))
+    mean, second = torch.stack(means), torch.stack(means) ** 2 + torch.stack(variances)
+    predictive = found.predictive(x)
+    torch.testing.assert_close(predictive.mean, mean.mean(0))
+    epistemic = second.mean(0) - mean.mean(0) ** 2
+    torch.testing.assert_close(predictive.epistemic, epistemic, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(predictive.variance, epistemic + 1.0, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary"])
+def test_probabilities_are_averaged(kind: str) -> None:
+    found, x, _ = mixture(kind)
+    parts = [la.predictive(x, link_approx="probit") for la in found.members]
+    torch.testing.assert_close(found.predictive(x, link_approx="probit"), sum(parts) / 3)
+
+
+def test_a_mixture_is_of_one_likelihood() -> None:
+    found, x, y = mixture()
+    for wrong in ([], [*found.members, fit(mlp(), x, y, Categorical(label_smoothing=0.1))]):
+        with pytest.raises(ValueError, match="one likelihood"):
+            LaplaceMixture(wrong)
