@@ -17,10 +17,9 @@ from benchmarks._measure import in_own_process
 from benchmarks._report import Goal, Section, Settings
 from benchmarks.comparison import LARGER, METHODS, trained
 from benchmarks.joint import images
-from tu_symmetry.laplace import predictive
 from tu_symmetry.laplace.calibration import TEMPERATURES, Judged
+from tu_symmetry.laplace.function_posterior import tempered_predictives
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import Quality
 from tu_symmetry.reporting.grid import Grid
 
 _EPOCHS, _SEEDS, _SPLITS = (8, 40, 150), 3, 50
@@ -139,17 +138,16 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
     """Of every sample at every temperature, ``[temperatures, samples]``."""
     parts = []
     for inputs, labels in zip(x.split(500), y.split(500), strict=True):
-        found = predictive.tempered_predictives(
-            la.fitted, predictive.Drawer(), inputs, temperatures,
+        found = tempered_predictives(
+            la.fitted, inputs, temperatures,
             num_samples=100, link_approx="mc", covariance="auto", seed=0,
         )  # fmt: skip
-        parts.append(torch.stack([la.likelihood.nll(p, labels) for p in found]))
+        parts.append(torch.stack([la.likelihood.nll(p, la.likelihood.observed(p, labels)) for p in found]))
     return torch.cat(parts, 1)
 
 
 def _choose(nll: Tensor, standard_errors: float) -> int:
-    judged = Judged([Quality(s) for s in nll.mean(1).tolist()], nll.shape[1], nll, torch.ones_like(nll[0]))
-    return judged.choose(standard_errors)
+    return Judged(nll, torch.ones_like(nll[0])).choose(standard_errors)
 
 
 def main(name: str, epochs: str, seed: str, threads: str) -> None:

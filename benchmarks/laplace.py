@@ -312,7 +312,7 @@ def measure_predictive(classes: int, width: int = 32, images: int = 1) -> list[R
     }
     start = time.process_time()
     with evaluating(model):
-        list(la._drawer.samples(la.fitted, _DRAWS, 0).chunks())
+        list(la.posterior.draws(_DRAWS, 0))
     drawing = time.process_time() - start
     outcomes = interleave({f"{name}, {n} images": partial(_with_memory, c) for (name, n), c in calls.items()}, 1)
     first = next(iter(outcomes.values()))

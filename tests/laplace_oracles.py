@@ -144,25 +144,19 @@ def losses(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda f, y: 0.5 * (f - y).square().sum()
 
 
-def output_matrices(kind: str, outputs: Tensor, targets: Tensor, fisher_type: str = "type-2") -> Tensor:
-    """Hessian of every sample's loss with respect to the outputs, or the outer product of its gradient."""
-    loss = losses(kind)
-    if fisher_type == "type-2":
-        return vmap(hessian(loss))(outputs, targets)
-    gradient = vmap(torch.func.grad(loss))(outputs, targets)
-    return gradient.unsqueeze(-1) * gradient.unsqueeze(-2)
+def output_matrices(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Hessian of every sample's loss with respect to the outputs."""
+    return vmap(hessian(losses(kind)))(outputs, targets)
 
 
-def exact_ggn(
-    model: nn.Module, names: Sequence[str], inputs: Any, targets: Tensor, kind: str, fisher_type: str = "type-2"
-) -> Tensor:
+def exact_ggn(model: nn.Module, names: Sequence[str], inputs: Any, targets: Tensor, kind: str) -> Tensor:
     """``sum_n J_n^T H_n J_n``, ``[size, size]``; over all positions of all samples where outputs have several."""
     jac = jacobian(model, names, inputs)
     jac = jac.reshape(-1, *jac.shape[-2:])
     point, function = split(model, names)
     outputs = function(point, inputs).flatten(0, -2)
-    middle = output_matrices(kind, outputs, targets.reshape(-1, *targets.shape[2:]) if len(outputs) > len(targets)
-                             else targets, fisher_type)  # fmt: skip
+    flat = targets.reshape(-1, *targets.shape[2:]) if len(outputs) > len(targets) else targets
+    middle = output_matrices(kind, outputs, flat)
     return torch.einsum("nci,ncd,ndj->ij", jac, middle, jac)
 
 

@@ -29,8 +29,6 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
-from torch_uncertainty.layers.distributions import get_dist_linear_layer
-from torch_uncertainty.losses import DistributionNLLLoss
 from torch_uncertainty.methods import deep_ensembles
 from torch_uncertainty.routines import ClassificationRoutine, RegressionRoutine, SegmentationRoutine
 
@@ -502,7 +500,7 @@ def test_wrong_options_are_refused_at_once() -> None:
         Fit(prior="per_unit")
     with pytest.raises(TypeError, match="priors"):
         Fit(priors="single")
-    Fit(parameters=["head"], groups={"head": ["head.weight"]})
+    Fit(parameters=["head"])
 
 
 def test_in_yaml(tmp_path: Path) -> None:
@@ -548,7 +546,6 @@ def test_the_likelihood_is_that_of_the_loss() -> None:
 
     smooth = nn.CrossEntropyLoss(label_smoothing=0.2)
     segmenter = SegmentationRoutine(nn.Conv2d(3, 4, 1), 4, smooth)
-    normal = RegressionRoutine(nn.Linear(3, 4), 2, DistributionNLLLoss(), dist_family="normal")
     cases: list[tuple[Any, str, dict[str, Any]]] = [
         (ClassificationRoutine(net(), 3, smooth), "classification", {"label_smoothing": 0.2, "ignore_index": -100}),
         (segmenter, "classification", {"label_smoothing": 0.2, "ignore_index": 255}),
@@ -558,7 +555,6 @@ def test_the_likelihood_is_that_of_the_loss() -> None:
             {"pos_weight": [2.0]},
         ),
         (RegressionRoutine(nn.Linear(3, 2), 2, nn.MSELoss()), "regression", {}),
-        (normal, "heteroscedastic", {}),
         (ClassificationRoutine(net(), 3, Focal()), "", {}),
         (ClassificationRoutine(net(), 3, nn.MSELoss()), "", {}),
         (Routine(), "", {}),
@@ -571,18 +567,6 @@ def test_the_likelihood_is_that_of_the_loss() -> None:
         else:
             assert found == "classification"
         assert training_likelihood("binary", routine) == "binary"
-
-
-def test_a_normal_distribution_of_torch_uncertainty_is_read_as_mean_and_log_variance() -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), get_dist_linear_layer("normal")(nn.Linear, 2, in_features=5))
-    x = samples()[0]
-    y = x[:, :2] + 0.1
-    la = LinearizedLaplace(model, "heteroscedastic", prior="single", evaluate_at="map").fit([(x, y)])
-    found, own = la.predictive(x), model(x)
-    torch.testing.assert_close(found.mean, own["loc"].detach())
-    assert bool((found.variance > own["scale"].square()).all())
-    nll = -torch.distributions.Normal(own["loc"], own["scale"]).log_prob(y).sum()
-    assert la.summary.loss == pytest.approx(float(nll), rel=1e-5)
 
 
 def test_members_of_a_deep_ensemble_are_a_mixture() -> None:
@@ -598,17 +582,6 @@ def test_members_of_a_deep_ensemble_are_a_mixture() -> None:
     each = [la.predictive(x, link_approx="probit") for la in callback.laplaces]
     assert [la.model for la in callback.laplaces] == list(model.core_models)
     torch.testing.assert_close(callback.mixture.predictive(x, link_approx="probit"), (each[0] + each[1]) / 2)
-
-
-def test_a_precision_for_each_weight_is_said_in_a_line_for_each_parameter(caplog: pytest.LogCaptureFixture) -> None:
-    """And neither logged nor drawn weight by weight."""
-    callback = Fit(prior="diagonal", curvature="diag", evaluate_at="map")
-    with caplog.at_level("INFO"):
-        trainer(callback, epochs=1).fit(Routine(), Data())
-    (said,) = [m for m in caplog.messages if m.startswith("Laplace approximation")]
-    assert callback.laplace is not None and len(callback.laplace.report()) == callback.laplace.tangent.size == 53
-    names = [line.split(":")[0].strip() for line in said.splitlines()[1:]]
-    assert names == list(callback.laplace.tangent.names)
 
 
 class Measured(Routine):

@@ -62,7 +62,7 @@ def joint(share: slice) -> list[float]:
         result = la.optimize_evidence(memory=memory)
         assert result.converged
         found += [result.log_marginal_likelihood, result.gap, *la.log_precision.tolist(), *la.theta.tolist()]
-        calibration = la.calibrate(own, temperatures=[0.1])
+        calibration = la.calibrate(own)
         found += [calibration.temperature, calibration.calibrated.nll, float(calibration.samples)]
         surely = la.calibrate(own, standard_errors=2.0)
         assert share != WHOLE or 0 < surely.temperature < 100, "vacuous: that of the highest gain, or none"

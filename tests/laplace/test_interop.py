@@ -60,12 +60,10 @@ def test_evidence_and_predictive_are_theirs(name: str, kind: str, prior: str) ->
     precision = torch.full((1,), 1.7) if prior == "single" else torch.arange(1, 1 + len([*model.parameters()])) / 2
     other = theirs(model, x, y, kind, prior_precision=precision.double(), **noise)
     own = {"noise_variance": 0.36} if kind == "regression" else {}
-    la = ours(model, x, y, kind, prior=prior, prior_precision=precision, **own)
+    la = ours(model, x, y, kind, prior=prior, **own)
+    la.set_precision(precision if prior == "per_tensor" else float(precision))
     assert la.log_marginal_likelihood() == pytest.approx(evidence(other), rel=1e-8)
     torch.testing.assert_close(la.function_covariance(x)[1], covariances(other, x), rtol=1e-7, atol=1e-9)
-    if kind == "regression":
-        expected = other._glm_predictive_distribution(x[:3], joint=True)[1].detach()
-        torch.testing.assert_close(la.function_covariance(x[:3], joint=True)[1], expected, rtol=1e-7, atol=1e-9)
     if kind == "classification":
         expected = other(x, pred_type="glm", link_approx="probit").detach()
         torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
@@ -107,18 +105,10 @@ def test_conversion_from_laplace_torch(kind: str, layers: int) -> None:
     assert better.log_marginal_likelihood > evidence(other)
 
 
-def test_mode_linear_needs_the_data_again() -> None:
-    model, x, y = problem("mlp", "classification")
-    la = LinearizedLaplace.from_laplace_torch(theirs(model, x, y, "classification"), evaluate_at="tangent_mode")
-    reference = ours(model, x, y, "classification", evaluate_at="tangent_mode", prior_precision=1.0)
-    found = la.log_marginal_likelihood([(x, y)])
-    assert found == pytest.approx(reference.log_marginal_likelihood(), rel=1e-7)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"curvature": "diag"}, "curvature='kfac'"),
+        ({"curvature": "diag"}, "'kfac'"),
         ({"parameters": ["2"]}, r"requires_grad_\(False\)"),
     ],
 )

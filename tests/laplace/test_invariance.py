@@ -109,26 +109,6 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
             assert row.gamma == pytest.approx(before.gamma, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.PrunedGroupWarning")
-@pytest.mark.parametrize(
-    ("name", "evaluate_at", "k"),
-    [
-        pytest.param("groupnorm", "tangent_mode", 10.0, marks=pytest.mark.slow),
-        ("batchnorm", "map", 0.1),
-        ("layernorm", "map", 0.1),
-        ("groupnorm", "map", 10.0),
-    ],
-)
-def test_a_single_precision_is_not_invariant(name: str, evaluate_at: str, k: float) -> None:
-    """The reason for Recommendation 2."""
-    model, graph, x, y = problem(name)
-    options = {"prior": "single", "evaluate_at": evaluate_at}
-    _, expected = predictions(model, graph, x, y, **options)
-    _, found = predictions(rescaled(model, graph, k, NETWORKS[name][0]), graph, x, y, **options)
-    assert relative(found["mean"], expected["mean"]) < 1e-9
-    assert relative(found["covariance"], expected["covariance"]) > 0.05
-
-
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_the_tangent_model_is_flat_along_normalized_weights(name: str) -> None:
     """``J theta' = 0`` where the normalization uses the batch's own statistics; not for running statistics."""

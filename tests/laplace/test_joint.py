@@ -183,7 +183,7 @@ def test_it_ends_at_one_stationary_point_with_rows_and_without(kind: str, option
         assert result.converged and result.gradient_norm <= 1e-6 and result.gap <= 1e-6
         norms = la.prior_groups.total(la.theta.square())
         slopes = la.log_precision.exp() * norms - la.fitted.gamma()
-        slopes += 2 * (la.log_precision - la.center.log()) / hyperprior.std**2
+        slopes += 2 * (la.log_precision - la.fitted.center.log()) / hyperprior.std**2
         assert float(slopes.abs().max()) < 1e-4
         assert all(b <= a + 1e-9 for a, b in pairwise(values)) and values[0] > values[-1]
         assert la.fitted.objective() == pytest.approx(values[-1], abs=1e-9)

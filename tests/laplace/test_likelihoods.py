@@ -10,18 +10,16 @@ import torch
 from laplace_oracles import dense_covariance, dense_curvature, jacobian, mlp, randomize, split
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchmetrics.functional.classification import binary_accuracy, multiclass_calibration_error
 
 from tu_symmetry.laplace.likelihood import (
     Bernoulli,
     Categorical,
     Gaussian,
-    HeteroscedasticGaussian,
     Likelihood,
     make_likelihood,
 )
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.outputs import as_outputs, in_own_shape
+from tu_symmetry.laplace.outputs import as_outputs
 
 BATCH, POSITIONS = 7, 3
 
@@ -53,11 +51,6 @@ def bce(f: Tensor, y: Tensor, **options: Any) -> Tensor:
     return F.binary_cross_entropy_with_logits(f, y.to(f), reduction="none", **options).sum()
 
 
-def normal(f: Tensor, y: Tensor) -> Tensor:
-    mean, s = f.chunk(2, -1)
-    return -torch.distributions.Normal(mean, (0.5 * s).exp()).log_prob(y).sum()
-
-
 def cross(f: Tensor, y: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(f.flatten(0, -2), y.flatten(0, -2) if y.is_floating_point() else y.flatten(),
                            reduction="sum", **options)  # fmt: skip
@@ -82,7 +75,6 @@ CASES: dict[str, tuple[Likelihood, Any, Any]] = {
     "binary_soft": (Bernoulli(pos_weight=YES), lambda *s: real(*s, 4).sigmoid(),
                     lambda f, y: bce(f, y, pos_weight=torch.tensor(YES, dtype=torch.float64))),
     "regression": (Gaussian(), lambda *s: real(*s, 4, seed=2), lambda f, y: 0.5 * (f - y).square().sum()),
-    "heteroscedastic": (HeteroscedasticGaussian(), lambda *s: real(*s, 2, seed=2), normal),
 }  # fmt: skip
 
 
@@ -96,23 +88,18 @@ def test_loss_and_derivatives_are_those_of_torch(name: str, shape: tuple[int, ..
     each = torch.stack([loss(f[i : i + 1], y[i : i + 1]) for i in range(BATCH)])
     torch.testing.assert_close(likelihood.loss(f, targets), each)
     torch.testing.assert_close(likelihood.residual(f, targets), torch.func.grad(lambda g: loss(g, y))(f))
-    if name == "heteroscedastic":  # the mean of the Hessian over targets: it is quadratic in them, so two points do
-        mean, deviation = f[..., :2], (0.5 * f[..., 2:]).exp()
-        points = [mean + deviation, mean - deviation]
-        dense = sum(torch.func.hessian(lambda g, at=at: loss(g, at))(f) for at in points) / 2
-    else:
-        dense = torch.func.hessian(lambda g: loss(g, y))(f)
-    dense = dense.reshape(f.numel(), f.numel())
+    dense = torch.func.hessian(lambda g: loss(g, y))(f).reshape(f.numel(), f.numel())
     vectors = real(2, *f.shape, seed=8)
     found = likelihood.hessian_product(f, targets, vectors)
     torch.testing.assert_close(found.flatten(1), vectors.flatten(1) @ dense, rtol=1e-9, atol=1e-11)
-    columns = torch.stack(list(likelihood.root(f, targets, "type-2"))).flatten(2)
+    columns = torch.stack(list(likelihood.root(f, targets, "type-2", generator()))).flatten(2)
     blocks = torch.einsum("rbi,rbj->bij", columns, columns)
     torch.testing.assert_close(torch.block_diag(*blocks), dense, rtol=1e-9, atol=1e-11)
     if shape == (BATCH,):
-        drawn = likelihood.sampled_root(f, targets, 40_000, generator(1))
-        estimate = torch.einsum("rbi,rbj->bij", drawn, drawn)
-        torch.testing.assert_close(torch.block_diag(*estimate), dense, rtol=0, atol=0.12)
+        many = [own.repeat(4000, *[1] * (own.ndim - 1)) for own in (f, targets)]
+        drawn = likelihood.sampled_root(*many, generator(1)).view(4000, BATCH, 4)
+        estimate = torch.einsum("rbi,rbj->bij", drawn, drawn) / 4000
+        torch.testing.assert_close(torch.block_diag(*estimate), dense, rtol=0, atol=0.35)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +130,7 @@ def dense_hessian(model: nn.Module, names: Any, x: Tensor, y: Tensor, name: str)
     """``J^T H J`` over all outputs of all samples together."""
     jac = jacobian(model, names, x).flatten(0, -2)
     f = model(x).detach()
-    if name == "heteroscedastic":
-        h = torch.diag(torch.cat([(-f[..., 2:]).exp(), torch.full_like(f[..., 2:], 0.5)], -1).flatten())
-    else:
-        h = torch.func.hessian(lambda g: CASES[name][2](g, y))(f).reshape(f.numel(), f.numel())
+    h = torch.func.hessian(lambda g: CASES[name][2](g, y))(f).reshape(f.numel(), f.numel())
     return jac.T @ h @ jac
 
 
@@ -189,20 +173,6 @@ def test_curvature_mode_and_evidence_by_their_definition(name: str, positions: b
     constant = 0.5 * y.numel() * math.log(2 * math.pi * noise) if likelihood.noisy else 0.0
     expected = -loss(linear, y) / noise - constant - 0.5 * (precision * la.theta**2).sum() - 0.5 * ratio
     assert found == pytest.approx(float(expected), rel=1e-7)
-
-
-@pytest.mark.parametrize("name", ["all", "binary_soft", "heteroscedastic"])
-def test_the_joint_optimum_is_certified_where_the_loss_is_convex(name: str) -> None:
-    model, x, y = data(name, False)
-    la = LinearizedLaplace(model, CASES[name][0], prior="per_layer").fit([(x, y)])
-    result = la.optimize_evidence()
-    assert result.converged and math.isnan(result.gap) == (name == "heteroscedastic")
-    if name != "heteroscedastic":
-        assert result.gap < 1e-6
-    norms, hyperprior = la.prior_groups.total(la.theta.square()), la.hyperprior
-    slopes = la.log_precision.exp() * norms - la.fitted.gamma()
-    slopes += 2 * hyperprior.weight * (la.log_precision - la.center.log())
-    assert float(slopes.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("curvature", ["full", "diag"])
@@ -256,25 +226,6 @@ def test_one_logit_is_a_softmax_over_it_and_zero(evaluate_at: Any) -> None:
                                rtol=0, atol=2e-3)  # fmt: skip
 
 
-def test_a_fixed_log_variance_is_a_homoscedastic_regression() -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = mlp(2, inputs=3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            mean = self.mean(x)
-            return torch.cat([mean, torch.full_like(mean, math.log(0.3))], -1)
-
-    model, x, y = Fixed(), real(BATCH, 3, seed=4), real(BATCH, 2, seed=2)
-    la = LinearizedLaplace(model, "heteroscedastic", prior="single", prior_precision=2.0).fit([(x, y)])
-    other = LinearizedLaplace(model.mean, "regression", prior="single", prior_precision=2.0, noise_variance=0.3)
-    other.fit([(x, y)])
-    assert la.log_marginal_likelihood() == pytest.approx(other.log_marginal_likelihood(), rel=1e-8)
-    for found, expected in zip(la.predictive(x), other.predictive(x), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 def test_binary_predictives_by_their_definition() -> None:
     model, x, y = data("binary", False)
     la = LinearizedLaplace(model, "binary", prior="single", evaluate_at="map").fit([(x, y)])
@@ -283,7 +234,6 @@ def test_binary_predictives_by_their_definition() -> None:
     mean, variance = model(x).detach(), covariance.diagonal(dim1=1, dim2=2)
     expected = (mean / (1 + math.pi / 8 * variance).sqrt()).sigmoid()
     torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(la.predictive(x, link_approx="mean"), mean.sigmoid())
     points, weights = (torch.tensor(v) for v in _hermite())
     exact = ((mean.unsqueeze(-1) + variance.sqrt().unsqueeze(-1) * points).sigmoid() * weights).sum(-1)
     torch.testing.assert_close(la.predictive(x, num_samples=4096), exact, rtol=0, atol=2e-3)
@@ -297,18 +247,6 @@ def _hermite() -> tuple[Any, Any]:
     return points, weights / weights.sum()
 
 
-def test_heteroscedastic_predictives_by_their_definition() -> None:
-    model, x, y = data("heteroscedastic", False)
-    la = LinearizedLaplace(model, "heteroscedastic", prior="single", evaluate_at="map").fit([(x, y)])
-    la.set_precision(20.0)
-    found = la.predictive(x)
-    samples = la.function_samples(x, 6000)
-    mean, s = samples.chunk(2, -1)
-    torch.testing.assert_close(found.mean, model(x).detach()[:, :2])
-    torch.testing.assert_close(found.epistemic, mean.var(0), rtol=0.12, atol=1e-3)
-    torch.testing.assert_close(found.variance, mean.var(0) + s.exp().mean(0), rtol=0.12, atol=1e-2)
-
-
 @pytest.mark.filterwarnings("ignore::tu_symmetry.laplace.report.LaplaceHurtsWarning")
 @pytest.mark.parametrize("name", [n for n in CASES if n != "regression"])
 def test_calibration_measures_what_was_observed(name: str) -> None:
@@ -318,48 +256,14 @@ def test_calibration_measures_what_was_observed(name: str) -> None:
     found = la.calibrate([(x[:3], y[:3]), (x[3:], y[3:])])
     assert found.calibrated.nll <= found.network.nll
     f = model(x).detach()
-    if name == "heteroscedastic":
-        assert found.network.nll == pytest.approx(float(normal(f, y)) / y.numel())
-    elif name.startswith("binary"):
-        assert found.network.nll == pytest.approx(float(bce(f, y)) / y.numel())
-        accuracy = float(binary_accuracy(f.sigmoid().flatten(), (y > 0.5).long().flatten()))
-        assert found.network.accuracy == pytest.approx(accuracy)
+    if name.startswith("binary"):
+        expected = bce(f, y) / y.numel()
+    elif y.is_floating_point():
+        expected = -(y * f.log_softmax(-1)).sum(-1).mean()
     else:
-        flat, labels = f.flatten(0, 1), y.flatten(0, 1)
         ignored = CASES[name][0].config()["ignore_index"]
-        if y.is_floating_point():
-            expected, labels = -(labels * flat.log_softmax(-1)).sum(-1).mean(), labels.argmax(-1)
-        else:
-            flat, labels = flat[labels != ignored], labels[labels != ignored]
-            expected = F.cross_entropy(flat, labels)
-        assert found.network.nll == pytest.approx(float(expected))
-        assert found.network.accuracy == pytest.approx(float((flat.argmax(-1) == labels).double().mean()))
-        ece = float(multiclass_calibration_error(flat.softmax(-1), labels, num_classes=4, n_bins=15))
-        assert found.network.ece == pytest.approx(ece, abs=1e-6)
-
-
-@pytest.mark.parametrize("shape", [(BATCH,), (BATCH, POSITIONS)])
-@pytest.mark.parametrize("name", list(CASES))
-def test_what_is_counted_is_counted_sample_by_sample(name: str, shape: tuple[int, ...]) -> None:
-    """Where nothing is observed there is nothing to add."""
-    likelihood, make, _ = CASES[name]
-    f, y = real(*shape, 4), make(*shape)
-    seen = likelihood.observed(f, y)
-    p = likelihood.predict(f, 0.1 * f.square(), None, temperature=1.0, noise=0.5)
-    nll, present = likelihood.nll(p, seen), likelihood.present(seen)
-    assert nll.shape == present.shape and nll.dtype == torch.float64 and len(nll) == BATCH
-    assert bool((nll[~present] == 0).all()) and bool((nll[present] != 0).all())
-    assert int(present.sum()) == likelihood.count(seen)
-    hits = likelihood.hits(p, seen)
-    assert (hits is not None) == likelihood.labels
-    sums = torch.zeros(0 if hits is None else len(hits), dtype=torch.float64)
-    for i in range(BATCH):
-        one = slice(i, i + 1)
-        row = p[one] if isinstance(p, Tensor) else type(p)(*(own[one] for own in p))
-        torch.testing.assert_close(likelihood.nll(row, seen[one]), nll[one])
-        sums += 0 if hits is None else likelihood.hits(row, seen[one])
-    if hits is not None:
-        torch.testing.assert_close(sums, hits)
+        expected = F.cross_entropy(f.flatten(0, 1), y.flatten(), ignore_index=-100 if ignored is None else ignored)
+    assert found.network.nll == pytest.approx(float(expected))
 
 
 class Segmenter(nn.Module):
@@ -386,42 +290,33 @@ LAYOUTS = {"torch": None, "last": -1, "flat": None, "middle": 1}
     [
         pytest.param(a, b, marks=() if a == "torch" or b == "soft" else pytest.mark.slow)
         for a in ("torch", "last", "middle")
-        for b in ("numbers", "soft", "binary", "real", "heteroscedastic")
+        for b in ("numbers", "soft", "binary", "real")
     ],
 )
 def test_images_are_positions(layout: str, labels: str) -> None:
     model, x = randomize(Segmenter(layout)), real(3, 2, 4, 2, seed=4)
     flat = randomize(Segmenter("flat"))
-    kind: Any = {"numbers": Categorical, "soft": Categorical, "binary": Bernoulli, "real": Gaussian,
-                 "heteroscedastic": HeteroscedasticGaussian}[labels]  # fmt: skip
+    kind: Any = {"numbers": Categorical, "soft": Categorical, "binary": Bernoulli, "real": Gaussian}[labels]
     targets: Tensor = {"numbers": numbers(3, 4, 2), "soft": soft(3, 4, 2), "binary": numbers(3, 4, 2, 4, classes=2),
-                       "real": real(3, 4, 2, 4), "heteroscedastic": real(3, 4, 2, 2)}[labels]  # fmt: skip
+                       "real": real(3, 4, 2, 4)}[labels]  # fmt: skip
     own, rows = targets, targets.flatten(1, 2)
     if labels != "numbers":
         own = {"torch": targets.permute(0, 3, 1, 2), "last": targets, "middle": rows.mT}[layout]
     elif layout == "middle":
         own = rows
-    options: dict[str, Any] = {"prior": "single", "prior_precision": 2.0, "evaluate_at": "map"}
+    options: dict[str, Any] = {"prior": "single", "evaluate_at": "map"}
     expected = LinearizedLaplace(flat, kind(), **options).fit([(x, rows)])
     la = LinearizedLaplace(model, kind(class_axis=LAYOUTS[layout]), **options).fit([(x[:2], own[:2]), (x[2:], own[2:])])
     torch.testing.assert_close(dense_curvature(la), dense_curvature(expected))
+    for one in (la, expected):
+        one.set_precision(2.0)
     assert la.log_marginal_likelihood() == pytest.approx(expected.log_marginal_likelihood())
     found, wanted = la.predictive(x), expected.predictive(x)
     for one, other in zip(*((p if isinstance(p, tuple) else (p,)) for p in (found, wanted)), strict=True):
-        if labels != "heteroscedastic":
-            assert one.shape == model(x).shape
+        assert one.shape == model(x).shape
         torch.testing.assert_close(as_outputs(one, 3, LAYOUTS[layout]), other)
     assert la.function_samples(x, 2).shape == (2, *model(x).shape)
     assert la.predictive(x, joint=True, num_samples=2).shape == (2, *model(x).shape)
-
-
-@pytest.mark.parametrize("shape", [(2, 5, 3), (2, 5, 3, 4), (2, 5, 3, 4, 2)])
-@pytest.mark.parametrize("axis", [None, 1, -1, 2])
-def test_reading_outputs_and_giving_them_back(shape: tuple[int, ...], axis: int | None) -> None:
-    found = real(*shape)
-    read = as_outputs(found, 2, axis)
-    assert read.ndim == 3
-    assert torch.equal(in_own_shape(torch.stack([read, 2 * read]), found.shape, axis), torch.stack([found, 2 * found]))
 
 
 @pytest.mark.parametrize(
@@ -434,8 +329,6 @@ def test_reading_outputs_and_giving_them_back(shape: tuple[int, ...], axis: int 
         ("binary", 4, numbers(BATCH), "class numbers belong to"),
         ("binary", 1, numbers(BATCH), "from 0 to 1"),
         (Bernoulli(pos_weight=[1, 2]), 4, numbers(BATCH, 4, classes=2), "2 positive weights for 4 outputs"),
-        ("heteroscedastic", 3, real(BATCH, 1), "even number"),
-        ("heteroscedastic", 4, real(BATCH, 4), "needs them equal"),
     ],
 )
 def test_targets_that_do_not_belong(likelihood: Any, outputs: int, targets: Tensor, message: str) -> None:

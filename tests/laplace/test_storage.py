@@ -1,18 +1,23 @@
-"""Files of fitted approximations: bit-equal predictions, and refusals of what does not belong."""
+"""The frozen state of a fit, which nothing changes, and its files: bit-equal predictions, refusals of others."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import agree, data, randomize
+from laplace_oracles import agree, data, mlp, randomize
 from torch import Tensor, nn
 
 from tu_symmetry.files import write_safetensors
+from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.determinants import Hyperprior
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.storage import LaplaceFileError
 
@@ -49,7 +54,6 @@ def outcome(la: LinearizedLaplace, x: Tensor) -> list[Tensor]:
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("classification", {"prior": "per_group", "curvature": "kfac"}),
-    ("classification", {"prior": "diagonal", "curvature": "diag", "evaluate_at": "map"}),
     ("classification", {"prior": "per_layer", "curvature": "full"}),
     ("classification", {"prior": "single", "curvature": "full", "evaluate_at": "map"}),
     ("classification", {"prior": "single", "curvature": "last_layer"}),
@@ -120,11 +124,64 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         LinearizedLaplace.load(path, cnn())
 
 
-def test_fitting_again_starts_afresh() -> None:
-    la, x, y = fitted("regression", prior="single", evaluate_at="map")
-    before = la.log_marginal_likelihood()
-    la.optimize_evidence()
-    assert la.noise_variance != 1.0
-    la.fit([(x, y)])
-    assert la.noise_variance == 1.0
-    assert la.log_marginal_likelihood() == before
+def fit(kind: Any = "classification", **options: Any) -> LinearizedLaplace:
+    model = mlp()
+    return LinearizedLaplace(model, kind, prior="per_layer", **options).fit([data(4, outputs=3, kind=kind, samples=12)])
+
+
+def contents(fitted: FittedLaplace) -> dict[str, Any]:
+    """Copies of all that it holds."""
+    found: dict[str, Any] = {field.name: getattr(fitted, field.name) for field in fields(fitted)}
+    copies = {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+    copies["theta"] = fitted.theta.clone()
+    blocks = {f"{i}{key}": t.clone() for i, b in enumerate(fitted.curvature.blocks) for key, t in b.tensors().items()}
+    return found | copies | blocks
+
+
+DERIVED: dict[str, Callable[[LinearizedLaplace, Any], Any]] = {
+    "theta": lambda la, x: la.fitted.with_theta(torch.zeros_like(la.theta)),
+    "restarted": lambda la, x: la.fitted.restarted(evaluate_at="map"),
+    "mode": lambda la, x: at_mode(la.fitted, la.train_loader or []),
+    "map": lambda la, x: at_map(la.fitted.restarted(evaluate_at="map"), Hyperprior()),
+    "joint": lambda la, x: at_joint_mode(la.fitted, la.train_loader or [], Hyperprior()),
+    "prediction": lambda la, x: LinearizedLaplace.from_fitted(la.fitted).predictive(x),
+    "evidence": lambda la, x: LinearizedLaplace.from_fitted(la.fitted, la.train_loader).optimize_evidence(),
+    "set": lambda la, x: LinearizedLaplace.from_fitted(la.fitted).set_precision(7.0),
+}
+
+
+@pytest.mark.parametrize("what", DERIVED)
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_nothing_that_is_derived_changes_it(kind: Any, what: str) -> None:
+    la = fit(kind)
+    before = contents(la.fitted)
+    DERIVED[what](la, data(4, outputs=3)[0])
+    after = contents(la.fitted)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) if isinstance(value, Tensor) else value is after[name], name
+
+
+def test_one_curvature_serves_both_places_as_two_fits_do() -> None:
+    la = fit()
+    for where in ("map", "tangent_mode"):
+        own = fit(evaluate_at=where)
+        other = LinearizedLaplace.from_fitted(la.fitted.restarted(evaluate_at=where), la.train_loader)  # type: ignore[arg-type]
+        results = [each.optimize_evidence() for each in (own, other)]
+        agree(*results)
+        torch.testing.assert_close(own.log_precision, other.log_precision)
+        torch.testing.assert_close(own.theta, other.theta)
+
+
+def test_another_curvature_has_other_determinants_and_the_same_precisions() -> None:
+    la = fit()
+    fitted = la.fitted.with_hyperparameters(torch.full((2,), 0.3, dtype=torch.float64).log())
+    loader = [(x, y) for x, y in la.train_loader or []] * 2
+    blocks, summary = fit_curvature(fitted.tangent, fitted.likelihood, loader, fitted.groups, fitted.options)
+    twice = fitted.with_curvature(blocks, summary)
+    assert torch.equal(twice.log_precision, fitted.log_precision)
+    assert twice.summary.samples == 2 * fitted.summary.samples
+    found = twice.curvature.determinants.log_det_ratio(fitted.log_precision, 0.0)
+    expected = sum(float((2 * b.eigenvalues() / 0.3).log1p().sum()) for b in fitted.curvature.blocks)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert fitted.curvature.determinants.log_det_ratio(fitted.log_precision, 0.0) < found - 1

@@ -77,7 +77,6 @@ def used(laplace: tus.LinearizedLaplace) -> Any:
     x = torch.ones(3, 4)
     for link in ("probit", "mc"):
         laplace.predictive(x, link_approx=link)
-    laplace.group(loader())
     laplace.function_samples(x, 2)
     laplace.report()
     return tus.laplace.LaplaceMixture([laplace, laplace]).predictive(x)

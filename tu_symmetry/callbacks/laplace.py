@@ -91,7 +91,7 @@ class FitLaplace(Callback):
     optimum it fits what its ``budget`` allows, and keeps the cheapest that held-out data cannot tell from the best
     (:func:`~tu_symmetry.callbacks.laplace_choice.choose`). The first is fitted in any case. Where there is nothing to
     choose on, or several processes train, it is the only one. Options that say what to fit (``curvature``,
-    ``evaluate_at``, ``parameters``, ``groups``) leave no choice, and no limit of time.
+    ``evaluate_at``, ``parameters``) leave no choice, and no limit of time.
 
     It fits at the end of ``fit``, and before ``test``, ``validate`` and ``predict`` to weights that are new to it.
     Everything with a method ``attach_laplace`` gets the approximation; members of an ensemble get one each. Training
@@ -144,7 +144,7 @@ class FitLaplace(Callback):
         super().__init__()
         require_numbers(standard_errors=standard_errors)
         some = likelihood or ("classification" if options.get("noise_variance") is None else "regression")
-        without_names = {k: v for k, v in options.items() if k not in ("parameters", "graph", "groups")}
+        without_names = {k: v for k, v in options.items() if k not in ("parameters", "graph")}
         with isolate_rng(include_cuda=False):  # the layer's weights are drawn
             LinearizedLaplace(nn.Linear(1, 2), some, **without_names)  # refuses wrong options before training
         if calibrate not in (True, False, "auto"):
@@ -416,7 +416,7 @@ class FitLaplace(Callback):
     ) -> Calibration | None:
         """Choose the temperature for the predictions that the LightningModule will make."""
         own = predictive_options(pl_module, laplace)
-        if self.calibrate is False or own.get("link_approx") == "mean":
+        if self.calibrate is False:
             return None
         data: Iterable[Any] | None = self._chosen_on
         held_out = data is not None

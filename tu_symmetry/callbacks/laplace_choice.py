@@ -18,7 +18,7 @@ METHODS: dict[str, dict[str, Any]] = {  # by their cost
     KFAC: {"curvature": "kfac", "evaluate_at": "map"},
     JOINT: {"curvature": "kfac", "evaluate_at": "tangent_mode"},
 }
-DECIDING = ("curvature", "evaluate_at", "parameters", "groups")  # options that say what is to be fitted
+DECIDING = ("curvature", "evaluate_at", "parameters")  # options that say what is to be fitted
 WITHOUT_TRAINING = 60.0  # seconds, where the budget is a share of a training that there was not
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 

@@ -14,7 +14,6 @@ from tu_symmetry.callbacks.members import ModuleSource, network_of, resolve_modu
 from tu_symmetry.laplace.checks import made_in_inference_mode
 from tu_symmetry.laplace.likelihood import (
     Categorical,
-    HeteroscedasticGaussian,
     Likelihood,
     LikelihoodName,
     likelihood_of,
@@ -102,12 +101,9 @@ def training_likelihood(
     loss = getattr(pl_module, "loss", None)
     if given is not None or not isinstance(loss, nn.Module):
         return given or "classification"
-    from torch_uncertainty.losses import DistributionNLLLoss
     from torch_uncertainty.routines import SegmentationRoutine
 
     found = likelihood_of(loss)
-    if type(loss) is DistributionNLLLoss and getattr(pl_module, "dist_family", None) == "normal":
-        found = HeteroscedasticGaussian()
     if isinstance(found, Categorical) and isinstance(pl_module, SegmentationRoutine):
         found = Categorical(**found.config() | {"ignore_index": 255})  # which the routine leaves out itself
     if found is None or (found.noisy and hasattr(pl_module, "num_classes")):
@@ -175,17 +171,10 @@ def say(
 
 
 def _summary(laplace: LinearizedLaplace, which: str) -> str:
-    groups, rows = laplace.prior_groups, laplace.report()
     lines = [
         f"  {row.name}: lambda {row.precision:.4g}, gamma {row.gamma:.4g} of {row.size}{', pruned' * row.pruned}"
-        for row in rows
+        for row in laplace.report()
     ]
-    if groups.weights:  # a line for all weights of a parameter
-        lines = []
-        for name, slot in groups.slots.items():
-            own = rows[slot.start : slot.stop]
-            found, gamma = sorted(row.precision for row in own), sum(row.gamma for row in own)
-            lines.append(f"  {name}: lambda {found[0]:.3g} to {found[-1]:.3g}, gamma {gamma:.4g} of {len(own)}")
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     head = f"Laplace approximation{which} from {laplace.summary.samples} training samples:"
     return "\n".join([head, *lines[:_SHOWN], *more])

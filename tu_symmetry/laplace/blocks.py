@@ -7,8 +7,7 @@ precision of a block is ``U (s / v + lambda) U^T``; each eigenvalue belongs to o
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor
 
 BlockKind = Literal["kronecker", "dense", "diagonal", "coupled"]
+_CHUNK = 8  # samples of the weights that are drawn at once
+_KEPT = 1 << 30  # bytes of samples that are kept
 
 
 def rotate(rows: Tensor, basis: Tensor) -> Tensor:
@@ -27,25 +28,21 @@ def rotate(rows: Tensor, basis: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class Block(ABC):
+class Block:
     """The curvature of the piece of the flat vector from ``start``, which is parameter ``name``, or a part of it.
 
-    ``groups`` are the numbers of the prior groups, broadcastable to the eigenvalues.
+    ``groups`` is the number of its prior group (of a coupled block one for each entry), ``shape`` that of coefficients.
     """
 
     kind: ClassVar[BlockKind]
     name: str
     start: int
     groups: Tensor
+    shape: tuple[int, ...] = field(init=False)
 
     def eigenvalues(self) -> Tensor:
         """Eigenvalues for unit noise variance, in the shape of the coefficients."""
         raise TypeError(f"a {self.kind} block has no eigenvalues apart from the prior's precisions")
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the coefficients."""
 
     @property
     def stop(self) -> int:
@@ -62,7 +59,7 @@ class Block(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """What has to be stored."""
-        return {f.name: getattr(self, f.name) for f in fields(self)[3:] if f.init}
+        return {f.name: getattr(self, f.name) for f in fields(self)[4:] if f.init}
 
     def on(self, device: torch.device) -> Block:
         """The same block with its tensors on a device."""
@@ -98,11 +95,7 @@ class KroneckerBlock(Block):
 
     def __post_init__(self) -> None:
         self.inputs, self.outputs = self.inputs.contiguous(), self.outputs.contiguous()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(matrices, outputs, features)``."""
-        return (*self.output_values.shape, self.input_values.shape[1])
+        self.shape = (*self.output_values.shape, self.input_values.shape[1])  # matrices, outputs, features
 
     def eigenvalues(self) -> Tensor:
         """Products of the factors' eigenvalues."""
@@ -119,15 +112,13 @@ class KroneckerBlock(Block):
 
 @dataclass(eq=False)
 class DiagonalBlock(Block):
-    """A diagonal; each entry may have a prior group of its own."""
+    """A diagonal."""
 
     kind: ClassVar[BlockKind] = "diagonal"
     values: Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(size,)``."""
-        return tuple(self.values.shape)
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.values.shape)
 
     def eigenvalues(self) -> Tensor:
         """The diagonal; of a dense block its eigenvalues."""
@@ -142,6 +133,7 @@ class DenseBlock(DiagonalBlock):
     vectors: Tensor
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.vectors = self.vectors.contiguous()
 
     def to_basis(self, vectors: Tensor) -> Tensor:
@@ -165,10 +157,8 @@ class CoupledBlock(Block):
     matrix: Tensor
     _decomposed: tuple[object, tuple[Tensor, Tensor, Tensor]] | None = field(default=None, init=False, repr=False)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """``(size,)``."""
-        return (len(self.matrix),)
+    def __post_init__(self) -> None:
+        self.shape = (len(self.matrix),)
 
     def scaled(self, log_precision: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
         """``(L^-1/2, V, e)``."""
@@ -200,6 +190,7 @@ class Posterior:
     def __init__(self, blocks: Sequence[Block], log_precision: Tensor, noise: float) -> None:
         self.blocks, self.log_precision, self.noise = tuple(blocks), log_precision, noise
         self.size = self.blocks[-1].stop
+        self._drawn: dict[tuple[int, int, int], Tensor] = {}  # by seed, number of samples, and the first one of a few
 
     def covariance_product(self, vectors: Tensor) -> Tensor:
         """Covariance times ``vectors`` ``[..., size]``."""
@@ -212,6 +203,29 @@ class Posterior:
     def sample(self, noise: Tensor) -> Tensor:
         """Samples from standard normal ``noise`` ``[..., size]``."""
         return self._apply(noise, -0.5)
+
+    def draws(self, count: int, seed: int) -> Iterator[Tensor]:
+        """Samples ``[n, size]``, a few at a time, which are kept as long as no others are asked for.
+
+        Sample ``i`` is a function of the seed and ``i`` alone: the noise of a CPU generator with seed
+        ``1_000_003 * seed + i``, turned by the symmetric root of the covariance. Beyond a GiB they are drawn anew.
+        """
+        if any(key[:2] != (seed, count) for key in self._drawn):
+            self._drawn.clear()
+        like = next(iter(self.blocks[0].tensors().values()))
+        limit = _KEPT // (like.element_size() * max(1, self.size))
+        for first in range(0, count, _CHUNK):
+            last = min(first + _CHUNK, count)
+            own = self._drawn.get((seed, count, first))
+            if own is None:
+                noise = torch.empty(last - first, self.size, dtype=like.dtype, device="cpu")
+                for number, row in enumerate(noise, first):
+                    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+                    torch.randn(self.size, generator=generator, device="cpu", out=row)
+                own = self.sample(noise.to(like.device))
+            if last <= limit:
+                self._drawn[seed, count, first] = own
+            yield own
 
     def _apply(self, vectors: Tensor, power: float) -> Tensor:
         pieces = [b.apply(vectors[..., b.start : b.stop], power, self.log_precision, self.noise) for b in self.blocks]

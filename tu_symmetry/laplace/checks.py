@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.hooks import find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import Layer, UnsupportedLayerError
-from tu_symmetry.laplace.tangent import (
-    LastLayerModel,
-    TangentModel,
-    evaluating,
-    require_independent_samples,
-)
+from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, evaluating, require_independent_samples
 from tu_symmetry.modules import uncopyable
 
 _SAMPLES = 4
@@ -32,11 +27,9 @@ def require_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         reason = f"the model is a {type(model).__name__}, and no torch.nn.Module"
     elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        reason = f"{type(model).__name__} copies the network in every call: pass model.module, in each process its data"
-    elif isinstance(model, torch.jit.ScriptModule):
-        reason = "the weights of a TorchScript module cannot vary: pass the original module"
-    elif hasattr(model, "_orig_mod"):
-        reason = "the model was compiled by torch.compile: pass the original module, model._orig_mod"
+        reason = f"{type(model).__name__} copies the network in every call: pass model.module"
+    elif isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        reason = "the weights of a compiled module (TorchScript, torch.compile) cannot vary: pass the original module"
     else:
         reason = uncopyable(model)
     if reason:
@@ -83,50 +76,44 @@ def examine(
             cannot be differentiated.
         UnsupportedLayerError: layers without Kronecker factors, by name.
     """
-    model, names = tangent.model, tangent.names
+    model = tangent.model
     inputs = rows_of(inputs, slice(0, _SAMPLES))
-    if layered:
-        find_layers(model, names)  # what it refuses by name may not run at all
+    layers = find_layers(model, tangent.names) if layered else []  # what it refuses by name may not run at all
     with evaluating(model):
-        _require_a_function(tangent, inputs)
         outputs = tangent.outputs(inputs)
+        _require_a_function(tangent, inputs, outputs)
         cotangent = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0), device="cpu").to(outputs)
         expected = _gradient(tangent, inputs, cotangent)
         _require_gradients(tangent, inputs, outputs, expected)
         if functional:
             with _differentiating():
                 tangent.vjp(inputs, cotangent)
-        if isinstance(tangent, LastLayerModel) and _differing(tangent, expected, tangent.vjp(inputs, cotangent)):
+        last = tangent.layer if isinstance(tangent, LastLayerModel) else None
+        if last is not None and _differing(tangent, expected, tangent.sample_gradients(inputs, cotangent).sum(0)):
             raise ValueError(
-                f"the weights of the last layer {tangent.layer!r} are read elsewhere in the network too, or its "
-                "forward is not that of nn.Linear: choose curvature='full' or 'diag' with parameters=[...]"
+                f"the weights of the last layer {last!r} are read elsewhere in the network too, or its forward is not "
+                "that of nn.Linear: choose curvature='full' or 'diag' with parameters=[...]"
             )
         if not layered:
             return (), ()
-        layers = find_layers(model, names)
         whole = _differing(tangent, expected, _recovered(tangent, layers, inputs, outputs, cotangent))
-    claimed = {part.parameter for layer in layers for part in (layer.weight, layer.bias) if part is not None}
+    claimed = {part.parameter for layer in layers for part in layer.parts}
     every = [p for _, p in model.named_parameters(remove_duplicate=False)]
     tied = {name for name, p in model.named_parameters() if sum(own is p for own in every) > 1}
     return whole, tuple(name for name in whole if name in claimed | tied)
 
 
-def _limit(model: nn.Module, outputs: Tensor) -> float:
-    """How much two ways to compute one output may differ, on any device."""
+def _far(model: nn.Module, found: Tensor, expected: Tensor) -> bool:
+    """Whether two ways to compute one output differ by more than rounding, on any device."""
     kinds = {t.dtype for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()}
     relative = 0.1 if kinds & {torch.float16, torch.bfloat16} else 1e-3 if torch.float32 in kinds else 1e-8
-    return relative * float(outputs.abs().max())
-
-
-def _far(found: Tensor, expected: Tensor, limit: float) -> bool:
+    limit = relative * float(expected.abs().max())
     return found.shape != expected.shape or float((found.detach() - expected).abs().max()) > limit
 
 
-def _require_a_function(tangent: TangentModel, inputs: Any) -> None:
+def _require_a_function(tangent: TangentModel, inputs: Any, outputs: Tensor) -> None:
     """Outputs are the same in every call, and do not depend on the other samples."""
-    outputs = tangent.outputs(inputs)
-    limit = _limit(tangent.model, outputs)
-    if _far(tangent.outputs(inputs), outputs, limit):
+    if _far(tangent.model, tangent.outputs(inputs), outputs):
         raise ValueError(
             "the network's outputs change from call to call, although it is in evaluation mode: something in it draws "
             "at random (F.dropout without training=self.training), or keeps a state. Switch that off"
@@ -134,7 +121,7 @@ def _require_a_function(tangent: TangentModel, inputs: Any) -> None:
     some = batch_size(inputs) // 2
     for rows in (slice(0, some), slice(some, None)) if some else ():  # one that runs along the batch shows in one only
         part = tangent.outputs(rows_of(inputs, rows))
-        if part.shape == outputs[rows].shape and _far(part, outputs[rows], limit):
+        if part.shape == outputs[rows].shape and _far(tangent.model, part, outputs[rows]):
             raise ValueError(
                 "the network's output of a sample depends on the other samples of its batch: it normalizes by the "
                 "batch, mixes samples, or takes another axis for the batch. Make it treat samples one by one"
@@ -165,8 +152,7 @@ def _gradient(tangent: TangentModel, inputs: Any, cotangent: Tensor) -> Tensor:
 
 def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, gradient: Tensor) -> None:
     """A parameter without any gradient does not move the outputs."""
-    limit, generator = _limit(tangent.model, outputs), torch.Generator().manual_seed(1)
-    point = tangent.point()
+    point, generator = tangent.point(), torch.Generator().manual_seed(1)
     for name, slot in tangent.slots.items():
         own = slice(slot.start, slot.stop)
         if bool(gradient[own].any()):
@@ -176,11 +162,10 @@ def _require_gradients(tangent: TangentModel, inputs: Any, outputs: Tensor, grad
         moved[own] += 1e-2 * step * (point[own].square().mean().sqrt() + 1e-2)
         with torch.no_grad():
             found = tangent.function(inputs)(tangent.unflatten(moved))
-        if _far(found, outputs, limit):
+        if _far(tangent.model, found, outputs):
             raise ValueError(
-                f"the network's outputs depend on {name}, but it gets no gradient: its path is cut off by "
-                "torch.no_grad(), detach() or a step function. Let gradients through, or freeze it "
-                "(requires_grad_(False), or parameters=[...] without it)"
+                f"the network's outputs depend on {name}, but it gets no gradient: torch.no_grad(), detach(), a step "
+                "function or reentrant activation checkpointing cut it off. Let gradients through, or freeze it"
             )
 
 
@@ -190,8 +175,7 @@ def _recovered(
     """Gradients as the curvature gets them, from inputs and output gradients; NaN of parts that it does not get."""
     entered: dict[str, Tensor] = {}
     found = torch.full_like(tangent.point(), torch.nan)
-    parts = [part for layer in layers for part in (layer.weight, layer.bias) if part is not None]
-    places = {part: part.place(tangent.slots) for part in parts}
+    places = {part: part.place(tangent.slots) for layer in layers for part in layer.parts}
     for place in places.values():
         found[place] = 0
 
@@ -205,14 +189,13 @@ def _recovered(
             if layer.bias is not None:
                 found[places[layer.bias]] += layer.bias_gradient(own)[0]
 
-    watch = Watch(enter, once=False)
-    with watching(tangent.model, layers, watch) as forward:
+    with watching(tangent.model, layers, enter, once=False) as watch:
         count = batch_size(inputs)
         if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
             some = min(2, count - 1)
-            forward(rows_of(inputs, slice(0, some)), some)
-        watched = tangent.checked(forward(inputs, count), count)
-        if _far(watched, outputs, _limit(tangent.model, outputs)):
+            watch.forward(rows_of(inputs, slice(0, some)), some)
+        watched = tangent.checked(watch.forward(inputs, count), count)
+        if _far(tangent.model, watched, outputs):
             raise UnsupportedLayerError(
                 "the network computes something else while its layers are watched: a module that looks at its hooks, "
                 "or at its class. Leave it out with parameters=[...], or use curvature='diag' or 'full'"
@@ -220,9 +203,8 @@ def _recovered(
         with _differentiating():
             watch.backward(watched, [cotangent], add)
     for layer in layers:
-        for part in (layer.weight, layer.bias):
-            if part is not None and layer.name in watch.repeated:
-                found[places[part]] = torch.nan
+        for part in layer.parts if layer.name in watch.repeated else ():
+            found[places[part]] = torch.nan
     return found
 
 

@@ -1,4 +1,4 @@
-"""Curvature of the loss: generalized Gauss-Newton or empirical Fisher, accumulated over a loader.
+"""Curvature of the loss: the generalized Gauss-Newton matrix, accumulated over a loader.
 
 All curvatures are sums over samples (and positions with outputs of their own), for unit noise variance. Kronecker
 factors follow arXiv 2311.00636; parameters of modules that have none get their exact block, or its diagonal.
@@ -25,12 +25,12 @@ from tu_symmetry.laplace.blocks import (
 )
 from tu_symmetry.laplace.data import all_reduce, batches, count_of, processes, together
 from tu_symmetry.laplace.groups import PriorGroups
-from tu_symmetry.laplace.hooks import Watch, find_layers, watching
+from tu_symmetry.laplace.hooks import find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
-from tu_symmetry.laplace.patches import ShiftedGrams, gram, positions_of
-from tu_symmetry.laplace.tangent import LastLayerModel, Slot, TangentModel, evaluating
+from tu_symmetry.laplace.patches import ShiftedGrams, gram
+from tu_symmetry.laplace.tangent import Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
@@ -38,6 +38,7 @@ KfacApprox = Literal["expand", "reduce"]
 BiasCurvature = Literal["exact", "shared"]
 Progress = Callable[[dict[str, Any]], None]
 
+DENSE_LIMIT = 4096  # entries of a parameter without Kronecker factors up to which its block is dense, and not diagonal
 _ELEMENTS = 1 << 26  # entries of the largest temporary tensors (256 MB in single precision)
 _LAST_LAYER = 2048  # weights of a last layer up to which its curvature is exact
 _ROWS = 1 << 24  # entries of the rows of a layer's inputs that are made at once
@@ -51,23 +52,20 @@ class Options:
     fisher_type: FisherType = "type-2"
     kfac_approx: KfacApprox = "expand"
     bias: BiasCurvature = "exact"
-    mc_samples: int = 1
-    dense_limit: int = 4096
 
 
 @dataclass
 class Summary:
     """What one pass over the data gives beside the curvature.
 
-    ``samples`` and ``observations`` (targets that count, None where it is not known) are of all processes, ``loss`` is
-    their sum for unit noise and without constants (nats), ``outputs`` and ``positions`` are those of a sample.
+    ``samples`` are those of all processes, ``loss`` is their sum for unit noise and without constants (nats),
+    ``outputs`` and ``positions`` are those of a sample.
     """
 
     samples: int
     loss: float
     outputs: int
     positions: int = 1
-    observations: int | None = None
 
 
 def fit_curvature(
@@ -79,7 +77,6 @@ def fit_curvature(
     *,
     whole: Sequence[str] = (),
     first_pass: Iterable[Any] | None = None,
-    generator: torch.Generator | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Block], Summary]:
     """The blocks of the curvature in the order of the flat vector, and the summary of one pass over a loader.
@@ -88,75 +85,34 @@ def fit_curvature(
     pass over ``loader`` that was begun.
 
     Raises:
-        ValueError: a curvature that does not go with the prior, or would not fit the memory; a loss that is not finite.
+        ValueError: a curvature that would not fit the memory; a loss that is not finite.
     """
-    require_separable(options.curvature, weights=groups.weights)
     require_room(tangent, options, groups=len(groups), whole=whole)
     layers: list[Layer] = []
     if form_of(tangent, options) == "kfac":
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
     factors = {layer.name: _Factors(layer, options) for layer in layers}
     exact = _Exact(tangent, options, whole)
-    watch = Watch(lambda layer, inputs: factors[layer.name].observe(inputs))
-    last = tangent if isinstance(tangent, LastLayerModel) and layers else None
-    with evaluating(tangent.model), watching(tangent.model, [] if last else layers, watch) as forward:
-
-        def step(inputs: Any, targets: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    found, device = Summary(0, 0.0, 0, 0), tangent.point().device
+    totals = torch.zeros(2, dtype=torch.float64, device="cpu")
+    with (
+        evaluating(tangent.model),
+        watching(tangent.model, layers, lambda layer, inputs: factors[layer.name].observe(inputs)) as watch,
+        together(device),
+    ):
+        for number, (inputs, targets) in enumerate(batches(loader if first_pass is None else first_pass, device), 1):
             count = batch_size(inputs)
-            if last is not None:  # no pass backward: gradients of its outputs are those of the network's
-                own = factors[layers[0].name]
-                features, outputs = last.features(inputs)
-                own.observe(features)
-                if options.fisher_type == "type-2" and outputs.ndim == 2:
-                    own.output_hessian(_summed_hessian(likelihood, outputs, likelihood.targets(outputs, targets)))
-                    return outputs
-            else:
-                outputs = tangent.checked(forward(inputs, count), count) if layers else tangent.outputs(inputs)
-            checked = likelihood.targets(outputs.detach(), targets)
-            root = likelihood.root(
-                outputs.detach(), checked, options.fisher_type, mc_samples=options.mc_samples, generator=generator
-            )
-            if last is not None:
-                for column in root:
-                    own.gradient(column)
-            else:
-                watch.backward(outputs, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+            watched = tangent.checked(watch.forward(inputs, count), count) if layers else tangent.outputs(inputs)
+            outputs = watched.detach()
+            checked = likelihood.targets(outputs, targets)
+            root = likelihood.root(outputs, checked, options.fisher_type, generator)
+            watch.backward(watched, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
             exact.count(inputs, root)
-            return outputs.detach()
-
-        summary = _pass(
-            tangent, likelihood, loader if first_pass is None else first_pass, count_of(loader), step, progress
-        )
-    blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
-    return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), summary
-
-
-def _summed_hessian(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> Tensor:
-    """The output Hessian, summed over samples, ``[outputs, outputs]``."""
-    eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
-    return torch.stack([likelihood.hessian_product(outputs, targets, row.expand_as(outputs)).sum(0) for row in eye])
-
-
-def _pass(
-    tangent: TangentModel,
-    likelihood: Likelihood,
-    loader: Iterable[Any],
-    count: int | None,
-    step: Callable[[Any, Tensor], Tensor],
-    progress: Progress | None,
-) -> Summary:
-    """Call ``step(inputs, targets) -> outputs`` on every batch, of which there are ``count``."""
-    found = Summary(0, 0.0, 0, 0, 0)
-    device = tangent.point().device
-    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
-    with together(device):
-        for number, (inputs, targets) in enumerate(batches(loader, device), start=1):
-            outputs = step(inputs, targets)
-            loss = float(likelihood.loss(outputs, likelihood.targets(outputs, targets)).sum().double())
+            loss = float(likelihood.loss(outputs, checked).sum().double())
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of batch {number} is {loss}: outputs or targets are not finite")
-            counted = likelihood.count(likelihood.observed(outputs, targets))
-            totals += torch.tensor([loss, len(outputs), counted], dtype=torch.float64, device="cpu")
+            totals += torch.tensor([loss, count], dtype=torch.float64, device="cpu")
             size = outputs[0].numel()
             if found.outputs not in (0, size) and likelihood.noisy:
                 raise ValueError(
@@ -166,12 +122,13 @@ def _pass(
             found.outputs = max(found.outputs, size)
             found.positions = max(found.positions, outputs.shape[1] if outputs.ndim == 3 else 1)
             if progress is not None:
-                progress({"stage": "curvature", "batch": number, "batches": count, "samples": round(float(totals[1]))})
+                samples = round(float(totals[1]))
+                progress({"stage": "curvature", "batch": number, "batches": count_of(loader), "samples": samples})
     totals = totals.to(device)
     all_reduce(totals)
-    found.loss, samples, observations = totals.tolist()
-    found.samples, found.observations = round(samples), round(observations)
-    return found
+    found.loss, found.samples = float(totals[0]), round(float(totals[1]))
+    blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
+    return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), found
 
 
 def form_of(tangent: TangentModel, options: Options) -> Literal["kfac", "full", "diag"]:
@@ -179,15 +136,6 @@ def form_of(tangent: TangentModel, options: Options) -> Literal["kfac", "full", 
     if options.curvature == "last_layer":
         return "full" if tangent.size <= _LAST_LAYER else "kfac"
     return options.curvature
-
-
-def require_separable(curvature: Curvature, *, weights: bool) -> None:
-    """Refuse a precision for each weight with a curvature that couples weights: a ``ValueError``."""
-    if weights and curvature != "diag":
-        raise ValueError(
-            f"prior='diagonal' and curvature={curvature!r} have no common eigenvectors: choose curvature='diag', or "
-            "prior='per_layer'"
-        )
 
 
 def require_room(tangent: TangentModel, options: Options, *, groups: int, whole: Sequence[str] = ()) -> None:
@@ -206,13 +154,14 @@ def require_room(tangent: TangentModel, options: Options, *, groups: int, whole:
     elif kind == "kfac":
         found = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
         matrices = [layer for layer in found if isinstance(layer, MatrixLayer) and layer.weight is not None]
-        sizes = [layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices]
+        if not matrices:
+            return
+        widest = max(matrices, key=lambda layer: max(layer.features, layer.outputs))
         total = sum(layer.groups * (layer.features**2 + layer.outputs**2) for layer in matrices)
-        widest = max(matrices, key=lambda layer: max(layer.features, layer.outputs), default=None)
-        if widest is not None:
-            what = f"a Kronecker-factored curvature, whose widest layer {widest.name!r} has {widest.features} features,"
-            instead = f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag'"
-            require_memory(entry * (total + 4 * max(sizes)), point.device, what, instead)
+        largest = max(layer.groups * max(layer.features, layer.outputs) ** 2 for layer in matrices)
+        what = f"a Kronecker-factored curvature, whose widest layer {widest.name!r} has {widest.features} features,"
+        instead = f"leave {widest.name!r} out (parameters=[...]), or choose curvature='diag'"
+        require_memory(entry * (total + 4 * largest), point.device, what, instead)
 
 
 def _chunks(batch: int, entries: int) -> list[slice]:
@@ -253,7 +202,7 @@ class _Factors(_Sums):
         self.layer, self.reduce = layer, options.kfac_approx == "reduce"
         self.shared = options.bias == "shared" and isinstance(layer, MatrixLayer)
         self.rows: Tensor | None = None
-        super().__init__(options.dense_limit)
+        super().__init__(DENSE_LIMIT)
         self.inputs: InputMoments | None = None
         if isinstance(layer, MatrixLayer) and layer.weight is not None:
             self.inputs = InputMoments(layer, reduce=self.reduce)
@@ -263,12 +212,6 @@ class _Factors(_Sums):
             self.inputs.add(inputs)
         else:
             self.rows = None if self.layer.weight is None else self.layer.rows(inputs)
-
-    def output_hessian(self, hessian: Tensor) -> None:
-        """A sum over samples in place of gradients, where a sample has one row."""
-        self.add("outputs", hessian.unsqueeze(0).clone())
-        if self.layer.bias is not None and not self.shared:
-            self.add("bias", hessian if len(hessian) <= self.dense_limit else hessian.diagonal().clone())
 
     def gradient(self, gradient: Tensor) -> None:
         layer = self.layer
@@ -315,7 +258,7 @@ class _Exact(_Sums):
     def __init__(self, tangent: TangentModel, options: Options, whole: Sequence[str]) -> None:
         kind = form_of(tangent, options)
         self.tangent = tangent.over(whole) if kind == "kfac" else tangent
-        super().__init__({"kfac": options.dense_limit, "diag": 0}.get(kind, tangent.size))
+        super().__init__({"kfac": DENSE_LIMIT, "diag": 0}.get(kind, tangent.size))
         self.together = kind == "full"
         self.slots = {"all": Slot(0, tangent.size, (tangent.size,))} if self.together else dict(self.tangent.slots)
 
@@ -355,8 +298,7 @@ class InputMoments:
     def add(self, inputs: Tensor) -> None:
         """Count in a batch of the layer's inputs."""
         layer, conv = self.layer, self.layer.convolution
-        features = layer.features * layer.groups
-        positions = inputs[0].numel() // features if conv is None else positions_of(inputs, conv)
+        features, positions = layer.features * layer.groups, layer.rows(inputs[:1]).shape[2]
         self.count += len(inputs) * (1 if self.reduce else positions)
         if self._rows is not None and 2 * self.count > layer.features:
             self._release()

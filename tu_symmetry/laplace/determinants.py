@@ -21,7 +21,7 @@ from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.transfer import moved
 
 _EXACT = 4096  # as many eigenvalues of a group are kept as they are
-_ENTRIES = 1 << 22  # eigenvalues, or bins, of all groups together
+_BINS = 2048  # for those of a group that has more
 _SMALLEST = 1e-18  # eigenvalues below this share of the largest count as zero
 _STEPS = 200
 _LONGEST = 5.0  # step of a log precision
@@ -34,9 +34,8 @@ _NOISE_RANGE = 50.0  # largest log ratio of the noise variance to the residuals'
 class Hyperprior:
     """Prior on the log precision of every group: ``log lambda_g ~ N(log c_g, std^2)``, bounded to ``c_g cap^(+-1)``.
 
-    The center ``c_g`` is the group's number of weights over their squared norm at the linearization point. It divides
-    by ``k^2`` where normalized weights are multiplied by ``k``, so that the predictive keeps its invariance
-    (Proposition 3). A single weight (``prior="diagonal"``) has the center of its parameter as a whole.
+    The center ``c_g`` is the group's number of weights over their squared norm at the linearization point, so that the
+    predictive stays where normalized weights are multiplied by a factor (Proposition 3).
 
     Attributes:
         std: standard deviation of the log precision in nats, one decade by default; infinite for a flat prior.
@@ -213,34 +212,32 @@ class Spectrum(Determinants):
 
     @classmethod
     def of(cls, blocks: Sequence[Block], groups: PriorGroups) -> Spectrum:
-        """The eigenvalues of all blocks; those of large groups in bins."""
+        """The eigenvalues of all blocks, each in one group; those of large groups in bins."""
         count = len(groups)
-        largest = torch.zeros(count, dtype=torch.float64, device="cpu")
-        sizes = torch.zeros(count, dtype=torch.int64, device="cpu")
+        largest, sizes = [0.0] * count, [0] * count
         for block in blocks:
-            own, values = _values(block)
-            largest.scatter_reduce_(0, own, values, "amax")
-            sizes += torch.bincount(own, minlength=count)
-        exact = int(sizes.max()) <= _EXACT and int(sizes.max()) * count <= _ENTRIES
-        bins = max(128, min(2048, _ENTRIES // count))
-        width = -math.log(_SMALLEST) / bins
-        counts = torch.zeros(0 if exact else count * bins, dtype=torch.float64, device="cpu")
+            number, values = int(block.groups), block.eigenvalues()
+            largest[number] = max(largest[number], float(values.max()))
+            sizes[number] += values.numel()
+        exact = max(sizes) <= _EXACT
+        width = -math.log(_SMALLEST) / _BINS
+        counts = torch.zeros(count, _BINS, dtype=torch.float64, device="cpu")
         sums, kept = torch.zeros_like(counts), []
         for block in blocks:
-            own, values = _values(block)
-            positive = values > _SMALLEST * largest[own]
-            own, logs = own[positive], values[positive].log()
+            number, values = int(block.groups), block.eigenvalues().reshape(-1).double().cpu()
+            logs = values[values > _SMALLEST * largest[number]].log()
             if exact:
-                kept.append((own, logs))
+                kept.append((logs, torch.full_like(logs, number, dtype=torch.int64)))
                 continue
-            place = ((largest[own].log() - logs) / width).long().clamp(0, bins - 1) + bins * own
-            counts.index_add_(0, place, torch.ones_like(logs))
-            sums.index_add_(0, place, logs)
+            place = ((logs.new_tensor(largest[number]).log() - logs) / width).long().clamp(0, _BINS - 1)
+            counts[number].index_add_(0, place, torch.ones_like(logs))
+            sums[number].index_add_(0, place, logs)
         if exact:
-            number, logs = (torch.cat(parts) for parts in zip(*kept, strict=True))
-            return cls(logs, torch.ones_like(logs), number, count)
-        filled = counts.nonzero().squeeze(-1)
-        return cls(sums[filled] / counts[filled], counts[filled], filled // bins, count)
+            logs, numbers = (torch.cat(parts) for parts in zip(*kept, strict=True))
+            return cls(logs, torch.ones_like(logs), numbers, count)
+        numbers, places = counts.nonzero(as_tuple=True)
+        filled = counts[numbers, places]
+        return cls(sums[numbers, places] / filled, filled, numbers, count)
 
     def log_det_ratio(self, rho: Tensor, tau: float) -> float:
         """``sum log(1 + s / (v lambda))``."""
@@ -252,12 +249,6 @@ class Spectrum(Determinants):
         counted = self.counts * shares
         sums = rho.new_zeros(2, self.count).index_add_(1, self.groups, torch.stack([counted, counted * (1 - shares)]))
         return sums[0], sums[1]
-
-
-def _values(block: Block) -> tuple[Tensor, Tensor]:
-    """Group numbers and eigenvalues of a block, float64 on the CPU."""
-    values = block.eigenvalues()
-    return torch.broadcast_to(block.groups, values.shape).reshape(-1), values.reshape(-1).double().cpu()
 
 
 class CoupledDeterminants(Determinants):

@@ -5,7 +5,6 @@ Another precision, another curvature or another ``theta*`` is another object tha
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.blocks import Block, Posterior
-from tu_symmetry.laplace.curvature import Options, Summary
+from tu_symmetry.laplace.curvature import Options, Summary, form_of
 from tu_symmetry.laplace.determinants import FLAT, Determinants, Hyperprior, Noise, determinants
 from tu_symmetry.laplace.groups import Prior, PriorGroups, centers
 from tu_symmetry.laplace.hooks import find_layers
 from tu_symmetry.laplace.layers import Layer
-from tu_symmetry.laplace.likelihood import Likelihood, LinkApprox
+from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.mode import EvaluateAt, Mode
 from tu_symmetry.laplace.report import GroupReport
 from tu_symmetry.laplace.tangent import TangentModel
@@ -42,30 +41,6 @@ class FittedCurvature:
         return determinants(self.blocks, self.groups)
 
 
-class Snapshot:
-    """A copy and a digest of a network's weights and buffers, to tell whether they are still those of the fit."""
-
-    def __init__(self, tangent: TangentModel) -> None:
-        self.fingerprint = tangent.fingerprint()
-        self._state = {name: tensor.clone() for name, tensor in tangent.state().items()}
-
-    def matches(self, tangent: TangentModel) -> bool:
-        """Whether a network has these weights, compared by value: edits of ``weight.data`` leave no other trace."""
-        now = tangent.state()
-        if now.keys() == self._state.keys() and all(
-            t.shape == kept.shape and t.dtype == kept.dtype and t.device == kept.device and torch.equal(t, kept)
-            for t, kept in zip(now.values(), (self._state[name] for name in now), strict=True)
-        ):
-            return True
-        return tangent.fingerprint() == self.fingerprint  # NaN in a buffer, or another device, only looks different
-
-    def on(self, device: torch.device) -> Snapshot:
-        """The same copy on a device."""
-        found = copy.copy(self)
-        found._state = {name: tensor.to(device) for name, tensor in self._state.items()}
-        return found
-
-
 @dataclass(frozen=True, eq=False)
 class FittedLaplace:
     """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at.
@@ -74,11 +49,10 @@ class FittedLaplace:
         center: the hyperprior's center of each precision, float64 ``[groups]``.
         log_precision: log of the precisions, float64 ``[groups]``.
         solution: the weights ``theta`` and how well they solve their problem.
-        snapshot: the network's weights at the fit.
+        state: a copy of the network's weights and buffers at the fit.
         noise_variance: the variance of a regression's noise (1 for another likelihood).
         noise_fixed: whether the noise variance was given.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
-        link_approx: the approximation of predictions that are asked for without one.
     """
 
     tangent: TangentModel
@@ -90,12 +64,11 @@ class FittedLaplace:
     center: Tensor
     log_precision: Tensor
     solution: Mode
-    snapshot: Snapshot
+    state: Mapping[str, Tensor]
     noise_variance: float = 1.0
     noise_fixed: bool = False
     hyperprior: Hyperprior = FLAT
     temperature: float = 1.0
-    link_approx: LinkApprox = "mc"
 
     @classmethod
     def begin(
@@ -112,9 +85,8 @@ class FittedLaplace:
         """An approximation of a network with its present weights; refuses layers that have no Kronecker factors."""
         point = tangent.point()
         center, mode = centers(curvature.groups, point), Mode.at(point, curvature.summary.loss, evaluate_at)
-        found = cls(
-            tangent, likelihood, options, curvature, prior, evaluate_at, center, center.log(), mode, Snapshot(tangent)
-        )
+        state = {name: tensor.clone() for name, tensor in tangent.state().items()}
+        found = cls(tangent, likelihood, options, curvature, prior, evaluate_at, center, center.log(), mode, state)
         _ = found.layers
         return replace(found, **attributes)
 
@@ -169,17 +141,19 @@ class FittedLaplace:
     @cached_property
     def layers(self) -> tuple[Layer, ...] | None:
         """The layers of Kronecker factors; None for another curvature."""
-        if self.options.curvature != "kfac":
+        if form_of(self.tangent, self.options) != "kfac":
             return None
         return tuple(find_layers(self.model, [n for n in self.tangent.names if n not in self.curvature.whole]))
 
     def require_weights(self) -> None:
-        """Refuse a network whose weights are no longer those of the fit."""
-        if not self.snapshot.matches(self.tangent):
-            raise RuntimeError(
-                "the network's weights have changed since the Laplace approximation was fitted (further training, "
-                "or weights loaded into it); fit again, or put the fitted weights back"
-            )
+        """Refuse a network whose weights are no longer those of the fit; edits of ``weight.data`` leave no trace."""
+        now = self.tangent.state()
+        if now.keys() == self.state.keys() and all(_equal(now[name], kept) for name, kept in self.state.items()):
+            return
+        raise RuntimeError(
+            "the network's weights have changed since the Laplace approximation was fitted (further training, or "
+            "weights loaded into it); fit again, or put the fitted weights back"
+        )
 
     def on(self, device: torch.device) -> FittedLaplace:
         """The same for the network on a device, to which it has been moved; itself where it lies there already."""
@@ -189,7 +163,7 @@ class FittedLaplace:
             self,
             curvature=replace(self.curvature, blocks=tuple(block.on(device) for block in self.curvature.blocks)),
             solution=replace(self.solution, theta=self.theta.to(device)),
-            snapshot=self.snapshot.on(device),
+            state={name: tensor.to(device) for name, tensor in self.state.items()},
         )
 
     def with_hyperparameters(self, log_precision: Tensor, noise_variance: float | None = None) -> FittedLaplace:
@@ -198,23 +172,15 @@ class FittedLaplace:
         At ``tangent_mode`` the weights are those found last, no solution any more; the temperature is 1 again.
         """
         noise = self.noise_variance if noise_variance is None else noise_variance
-        moved = noise != self.noise_variance or not torch.equal(log_precision, self.log_precision)
-        solution = self.solution
-        if self.evaluate_at == "tangent_mode" and moved:
-            solution = replace(solution, gradient_norm=math.nan, converged=False)
-        found = self.uncalibrated() if moved else self  # temperature and link were chosen for the others
-        return replace(found, log_precision=log_precision, noise_variance=noise, solution=solution)
+        found = replace(self, log_precision=log_precision, noise_variance=noise)
+        if noise == self.noise_variance and torch.equal(log_precision, self.log_precision):
+            return found
+        found = found.uncalibrated()  # the temperature was chosen for the others
+        return found.with_theta(self.theta) if self.evaluate_at == "tangent_mode" else found
 
     def uncalibrated(self) -> FittedLaplace:
-        """The same with what :meth:`tu_symmetry.LinearizedLaplace.calibrate` chooses put back: temperature and link."""
-        return replace(self, temperature=1.0, link_approx="mc")
-
-    def with_precision(self, precision: float | Tensor | Mapping[str, float | Tensor]) -> FittedLaplace:
-        """Other precisions: one for all groups, one for each, or by name (the others keep theirs).
-
-        A name is that of a group or, where every weight is one, that of a parameter, with a tensor of its shape.
-        """
-        return self.with_hyperparameters(self.groups.given(precision, self.log_precision))
+        """The same at temperature 1."""
+        return replace(self, temperature=1.0)
 
     def with_solution(self, solution: Mode) -> FittedLaplace:
         """Other weights that the evidence is evaluated at."""
@@ -236,16 +202,15 @@ class FittedLaplace:
             raise ValueError("the other tangent model is of another network, or of other parameters of this one")
         return replace(self, tangent=tangent)
 
-    def restarted(self, *, evaluate_at: EvaluateAt | None = None) -> FittedLaplace:
+    def restarted(self, *, evaluate_at: EvaluateAt) -> FittedLaplace:
         """The same curvature with the precisions and weights of a fresh fit, for the evidence at either place."""
-        where = self.evaluate_at if evaluate_at is None else evaluate_at
         return replace(
             self.uncalibrated(),
-            evaluate_at=where,
+            evaluate_at=evaluate_at,
             log_precision=self.center.log(),
             noise_variance=self.noise_variance if self.noise_fixed else 1.0,
             hyperprior=FLAT,
-            solution=Mode.at(self.tangent.point(), self.summary.loss, where),
+            solution=Mode.at(self.tangent.point(), self.summary.loss, evaluate_at),
         )
 
     def noise(self, mode: Mode) -> Noise | None:
@@ -277,10 +242,16 @@ class FittedLaplace:
         norms = self.groups.total(self.theta.double().square())
         bound = math.log(self.hyperprior.cap) * (1 - 1e-9)
         away = self.log_precision - self.center.log()
-        pruned = away >= bound
-        if not self.groups.weights:  # the data determine most single weights by less than half
-            pruned |= gamma < 0.5
+        pruned = (away >= bound) | (gamma < 0.5)
         columns = (
             self.groups.sizes.long(), self.log_precision.exp(), self.center, gamma, norms, away.abs() >= bound, pruned
         )  # fmt: skip
         return [GroupReport(*row) for row in zip(self.groups.names, *(c.tolist() for c in columns), strict=True)]
+
+
+def _equal(now: Tensor, kept: Tensor) -> bool:
+    """Whether two tensors are the same, NaN in the same places."""
+    if now.shape != kept.shape or now.dtype != kept.dtype:
+        return False
+    kept = kept.to(now.device)
+    return torch.equal(now, kept) or torch.allclose(now, kept, rtol=0, atol=0, equal_nan=True)

@@ -1,112 +1,95 @@
-"""The posterior of the outputs: exact covariances, and samples shared by all inputs.
+"""The posterior of the outputs: exact covariances, samples shared by all inputs, and predictives.
 
 The outputs of the tangent linear model are Gaussian with mean ``f(x)`` and covariance ``J Sigma J^T``. Covariances are
-added up layer by layer where the layers have Kronecker factors; samples are Jacobian-vector products.
+added up layer by layer where the layers have Kronecker factors; samples are Jacobian-vector products. Of the
+temperature only :func:`tempered_predictives` knows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import Block, KroneckerBlock, Posterior, rotate
-from tu_symmetry.laplace.hooks import Watch, watching
-from tu_symmetry.laplace.inputs import batch_size, follows, mapped, rows_of
+from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.hooks import watching
+from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
-from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, evaluating, jacobians
+from tu_symmetry.laplace.likelihood import LinkApprox
+from tu_symmetry.laplace.outputs import class_axis_of
+from tu_symmetry.laplace.tangent import TangentModel, evaluating, jacobians
 from tu_symmetry.memory import require_memory
 
+Covariance = Literal["auto", "exact", "samples"]
+
+_EXACT_OUTPUTS = 128  # up to as many outputs, covariances are cheaper than 100 samples
+_EXACT_ENTRIES = 1 << 26  # of the Jacobian of one sample
 _ELEMENTS = 1 << 26
 _COPIES = 16  # samples with which a backward pass works at its full speed
 _PASSES = 64  # multiplications in the time of one pass over an entry in memory
 
 
-def function_covariance(
-    tangent: TangentModel,
-    posterior: Posterior,
-    layers: Sequence[Layer] | None,
-    inputs: Any,
-    *,
-    whole: Sequence[str] = (),
-    joint: bool = False,
-) -> tuple[Tensor, Tensor]:
+def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
     """Outputs ``[batch, outputs]`` and their exact covariances ``[batch, outputs, outputs]`` under the posterior.
 
-    Positions and outputs of a sample are flattened to one axis. ``layers`` have Kronecker factors, which parameters in
-    ``whole`` have not; without layers Jacobians of single samples are made. With ``joint`` there is one covariance
-    between all inputs, for which (as for gradients of inputs) the Jacobians of all of them are held at once.
+    Positions and outputs of a sample are flattened to one axis in the covariances. Where there are no Kronecker
+    factors, Jacobians of single samples are made.
 
     Raises:
         ValueError: covariances, or the Jacobian of one sample, that would not fit the memory.
     """
+    tangent, layers = fitted.tangent, fitted.layers
     with evaluating(tangent.model):
-        if in_closed_form(tangent, posterior) and not joint:
-            features, outputs = tangent.features(inputs)
-            _require_room(outputs, 0)
-            return outputs, _last_layer_covariance(posterior, features, outputs)
         outputs = tangent.outputs(inputs)
         shape = outputs.shape[1:]
         width = shape.numel()
-        if joint or follows(inputs):
-            _require_room(outputs, tangent.size, together=True, joint=joint)
-            found = _dense_covariance(tangent, posterior, inputs, shape, joint=joint)
-            return outputs, found[0] if joint else found
         _require_room(outputs, 0 if layers is not None else tangent.size)
-        longest, other = tangent.size, tangent.over(whole)
+        longest, other = tangent.size, tangent.over(fitted.curvature.whole)
         if layers is not None:
-            watch = Watch(lambda layer, rows: None)
-            with watching(tangent.model, layers, watch) as forward:
-                forward(rows_of(inputs, slice(0, 1)), 1)
+            with watching(tangent.model, layers, lambda layer, rows: None) as watch:
+                watch.forward(rows_of(inputs, slice(0, 1)), 1)
             longest = max(watch.outputs, _longest_vector(layers), other.size)
         step = max(1, _ELEMENTS // (longest * width))
         pieces = []
         for i in range(0, len(outputs), step):
             some = rows_of(inputs, slice(i, i + step))
             if layers is None:
-                pieces.append(_dense_covariance(tangent, posterior, some, shape))
+                pieces.append(_dense_covariance(tangent, fitted.posterior, some, shape))
                 continue
-            pieces.append(_layered_covariance(tangent, posterior, layers, some, shape))
+            pieces.append(_layered_covariance(tangent, fitted.posterior, layers, some, shape))
             if other.names:
-                pieces[-1] += _dense_covariance(other, posterior, some, shape)
+                pieces[-1] += _dense_covariance(other, fitted.posterior, some, shape)
     return outputs, torch.cat(pieces)
 
 
-def in_closed_form(tangent: TangentModel, posterior: Posterior) -> TypeGuard[LastLayerModel]:
-    """Whether the tangent model is a last layer whose posterior has Kronecker factors: its features give everything."""
-    return isinstance(tangent, LastLayerModel) and any(isinstance(b, KroneckerBlock) for b in posterior.blocks)
+def function_samples(fitted: FittedLaplace, inputs: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, *outputs.shape]``.
+
+    Samples are Jacobian-vector products with the same weights for all inputs, so that they are joint in the inputs.
+    """
+    tangent = fitted.tangent
+    with evaluating(tangent.model):
+        outputs = tangent.outputs(inputs)
+        require_memory(
+            4 * count * outputs.numel() * outputs.element_size(),
+            outputs.device,
+            f"a prediction of {count} samples of {tuple(outputs.shape)} outputs",
+            "take smaller batches, or fewer num_samples",
+        )
+        changes = [tangent.jvps(inputs, weights) for weights in fitted.posterior.draws(count, seed)]
+    return outputs, torch.cat(changes)
 
 
-def function_variance(
-    tangent: TangentModel, posterior: Posterior, layers: Sequence[Layer] | None, inputs: Any, whole: Sequence[str] = ()
-) -> tuple[Tensor, Tensor]:
-    """Outputs and the diagonals of their covariances, in the outputs' shape; as :func:`function_covariance`."""
-    if in_closed_form(tangent, posterior):
-        with evaluating(tangent.model):
-            features, outputs = tangent.features(inputs)
-        variance = torch.zeros_like(outputs)
-        eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-        for block in posterior.blocks:
-            if isinstance(block, KroneckerBlock):
-                own = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
-                variance = variance + (features @ block.inputs[0]).square() @ own.mT @ block.outputs[0].square().mT
-            else:
-                variance = variance + block.whiten(eye, posterior.log_precision, posterior.noise).square().sum(-1)
-        return outputs, variance
-    outputs, matrix = function_covariance(tangent, posterior, layers, inputs, whole=whole)
-    return outputs, matrix.diagonal(dim1=-2, dim2=-1).reshape(outputs.shape)
-
-
-def _require_room(outputs: Tensor, size: int, *, together: bool = False, joint: bool = False) -> None:
-    """Refuse covariances that do not fit, twice while pieces are joined, with the Jacobians that are held."""
+def _require_room(outputs: Tensor, size: int) -> None:
+    """Refuse covariances that do not fit, twice while pieces are joined, with the Jacobian of one sample."""
     count, width, entry = len(outputs), outputs[0].numel(), outputs.element_size()
-    entries, held = count * width**2 * (count if joint else 1), width * size * (count if together else 1)
     what = f"the exact covariances of {count} samples with {width} outputs each (of all positions), with Jacobians,"
     instead = "take samples instead (covariance='samples', or function_samples), or smaller batches"
-    require_memory(entry * (2 * entries + 4 * held), outputs.device, what, instead)
+    require_memory(entry * (2 * count * width**2 + 4 * width * size), outputs.device, what, instead)
 
 
 def _longest_vector(layers: Sequence[Layer]) -> int:
@@ -115,35 +98,9 @@ def _longest_vector(layers: Sequence[Layer]) -> int:
     return max((part.size for part in (*weights, *(layer.bias for layer in layers)) if part is not None), default=0)
 
 
-def _last_layer_covariance(posterior: Posterior, features: Tensor, outputs: Tensor) -> Tensor:
-    """Covariances by the Kronecker factors of a linear layer whose outputs are the network's, and by its bias's block.
-
-    Positions share the weights: ``sum_f variance[o, f] a[t, f] a[u, f]`` couples two of them.
-    """
-    count, width = len(outputs), outputs.shape[-1]
-    rows = features.reshape(count, -1, features.shape[-1])
-    positions = rows.shape[1]
-    covariance = outputs.new_zeros(count, positions, width, positions, width)
-    eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
-    for block in posterior.blocks:
-        if isinstance(block, KroneckerBlock):
-            own, basis = rows @ block.inputs[0], block.outputs[0]
-            variance = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
-            pairs = torch.einsum("ntf,nuf,of->ntuo", own, own, variance)
-            covariance += ((pairs.unsqueeze(-2) * basis) @ basis.mT).transpose(2, 3)
-        else:
-            white = block.whiten(eye, posterior.log_precision, posterior.noise)
-            covariance += (white @ white.mT).unsqueeze(1)
-    return covariance.flatten(3, 4).flatten(1, 2)
-
-
-def _dense_covariance(
-    tangent: TangentModel, posterior: Posterior, inputs: Any, shape: torch.Size, *, joint: bool = False
-) -> Tensor:
+def _dense_covariance(tangent: TangentModel, posterior: Posterior, inputs: Any, shape: torch.Size) -> Tensor:
     """Covariances from Jacobians of single samples: of all blocks, or of the parameters that ``tangent`` has."""
     jacobian = jacobians(tangent, inputs, shape)
-    if joint:
-        jacobian = jacobian.flatten(0, 1).unsqueeze(0)
     covariance = jacobian.new_zeros(len(jacobian), jacobian.shape[1], jacobian.shape[1])
     for block in posterior.blocks:
         place = slice(block.start, block.stop)
@@ -167,13 +124,15 @@ def _layered_covariance(
     copies = math.ceil(width / turns)
     gradients: dict[str, list[Tensor | None]] = {layer.name: [None] * turns for layer in layers}
 
+    def enter(layer: Layer, rows: Tensor) -> None:
+        entered[layer.name] = rows[:count]
+
     def keep(turn: int, layer: Layer, gradient: Tensor) -> None:
         gradients[layer.name][turn] = gradient
 
-    watch = Watch(lambda layer, rows: entered.update({layer.name: rows[:count]}))
     repeated = mapped(lambda own: own.repeat(copies, *[1] * (own.ndim - 1)), inputs)  # one pass serves many outputs
-    with watching(tangent.model, layers, watch) as forward:
-        outputs = tangent.checked(forward(repeated, copies * count), copies * count)
+    with watching(tangent.model, layers, enter) as watch:
+        outputs = tangent.checked(watch.forward(repeated, copies * count), copies * count)
         eye = torch.eye(turns * copies, width, dtype=outputs.dtype, device=outputs.device)
         directions = eye.repeat_interleave(count, 0).view(turns, copies * count, *shape)
         watch.backward(outputs, list(directions), keep)
@@ -213,11 +172,7 @@ def _layered_covariance(
 
 
 def _add_matrix(covariance: Tensor, block: KroneckerBlock, variance: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Add one weight matrix's part, from pairs of positions or from the gradients of the weight: which takes less.
-
-    ``rows`` are ``[batch, groups, positions, features]``, ``columns`` ``[outputs of the net, batch, groups, outputs,
-    positions]``.
-    """
+    """Add one weight matrix's part, from pairs of positions or from the gradients of the weight: which takes less."""
     a = rotate(rows, block.inputs)
     g = rotate(columns.mT, block.outputs).mT.transpose(0, 1)  # [batch, outputs of the net, groups, outputs, positions]
     samples, width, groups, outputs, positions = g.shape
@@ -244,10 +199,7 @@ def _add_gradients(covariance: Tensor, g: Tensor, a: Tensor, variance: Tensor) -
 
 
 def _add_pairs(covariance: Tensor, g: Tensor, a: Tensor, variance: Tensor) -> None:
-    """From products of the inputs at pairs of positions: no gradient of the weight appears.
-
-    With ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]`` it is ``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]``.
-    """
+    """``sum_otu g[c, t, o] W[o, t, u] g[d, u, o]`` with ``W[o, t, u] = sum_f variance[o, f] a[t, f] a[u, f]``."""
     positions = a.shape[2]
     first, second = torch.triu_indices(positions, positions, device=a.device)
     found = rotate(a[:, :, first] * a[:, :, second], variance.mT).mT  # [batch, groups, outputs, pairs]
@@ -268,57 +220,6 @@ def _add_embedding(
     covariance.index_add_(0, pairs // layer.entries, white @ white.mT)
 
 
-class WeightSamples:
-    """Samples of a posterior's weights, the same ones for every batch.
-
-    Sample ``i`` is a function of the seed and ``i`` alone (the noise of a CPU generator with seed
-    ``1_000_003 * seed + i``, turned by the symmetric root of the covariance). Samples beyond the memory limit are drawn
-    anew when they are asked for.
-    """
-
-    def __init__(
-        self, posterior: Posterior, count: int, seed: int, like: Tensor, *, memory: int = 1 << 30, chunk: int = 8
-    ) -> None:
-        self.posterior, self.count, self.seed, self.like, self.chunk = posterior, count, seed, like, chunk
-        self._limit = memory // (like.element_size() * max(1, posterior.size))
-        self._kept: dict[int, Tensor] = {}
-
-    def chunks(self) -> Iterator[Tensor]:
-        """The samples ``[n, size]``, a few at a time."""
-        for first in range(0, self.count, self.chunk):
-            last = min(first + self.chunk, self.count)
-            own = self._kept.get(first)
-            if own is None:
-                own = self._draw(first, last)
-            if last <= self._limit:
-                self._kept[first] = own
-            yield own
-
-    def _draw(self, first: int, last: int) -> Tensor:
-        noise = torch.empty(last - first, self.posterior.size, dtype=self.like.dtype, device="cpu")
-        for number, row in enumerate(noise, first):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
-            torch.randn(self.posterior.size, generator=generator, device="cpu", out=row)
-        return self.posterior.sample(noise.to(self.like.device))
-
-
-def function_samples(tangent: TangentModel, samples: WeightSamples, inputs: Any) -> tuple[Tensor, Tensor]:
-    """Outputs ``f(x)`` and samples of the tangent model's outputs, less ``f(x)``: ``[samples, *outputs.shape]``.
-
-    Samples are Jacobian-vector products with the same weights for all inputs, so that they are joint in the inputs.
-    """
-    with evaluating(tangent.model):
-        outputs = tangent.outputs(inputs)
-        require_memory(
-            4 * samples.count * outputs.numel() * outputs.element_size(),
-            outputs.device,
-            f"a prediction of {samples.count} samples of {tuple(outputs.shape)} outputs",
-            "take smaller batches (predict(loader) goes through one after the other), or fewer num_samples",
-        )
-        changes = [tangent.jvps(inputs, chunk) for chunk in samples.chunks()]
-    return outputs, torch.cat(changes)
-
-
 def within_positions(outputs: Tensor, covariance: Tensor) -> Tensor:
     """Covariances within each position ``[batch, positions, outputs, outputs]``, of joint ones of a sample."""
     if outputs.ndim == 2:
@@ -334,7 +235,8 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     The noise is a scrambled Sobol sequence, whose means have a smaller error than those of independent samples. It is
     the same for every input, and the symmetric root is unique: results do not depend on how inputs are batched.
     """
-    root = _Root.apply(covariance)
+    values, vectors = torch.linalg.eigh(covariance)
+    root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
     points = torch.quasirandom.SobolEngine(covariance.shape[-1], scramble=True, seed=seed).draw(
         count, dtype=torch.float64
     )
@@ -342,21 +244,51 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     return torch.einsum("...cd,sd->s...c", root, noise)
 
 
-class _Root(torch.autograd.Function):
-    """The symmetric root of a covariance, with a gradient also where eigenvalues are equal, as those of a sum are."""
+def _exact_is_cheap(fitted: FittedLaplace) -> bool:
+    """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample."""
+    outputs = fitted.summary.outputs
+    return outputs <= _EXACT_OUTPUTS and (fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES)
 
-    @staticmethod
-    def forward(ctx: Any, covariance: Tensor) -> Tensor:
-        values, vectors = torch.linalg.eigh(covariance)
-        deviations = values.clamp(min=0).sqrt()
-        ctx.save_for_backward(deviations, vectors)
-        return (vectors * deviations.unsqueeze(-2)) @ vectors.mT
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """The derivative of ``R R = C``: ``R dR + dR R = dC``, a division in the eigenbasis; 0 without variance."""
-        deviations, vectors = ctx.saved_tensors
-        sums = deviations.unsqueeze(-1) + deviations.unsqueeze(-2)
-        limit = torch.finfo(sums.dtype).eps ** 0.5 * deviations.amax(-1)[..., None, None]
-        inside = vectors.mT @ ((gradient + gradient.mT) / 2) @ vectors
-        return vectors @ torch.where(sums > limit, inside / sums, 0) @ vectors.mT
+def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
+    """Predictions ``[..., batch, positions, outputs]`` of several positions in the shape of the network's outputs."""
+    if isinstance(found, tuple):
+        return type(found)(*(in_own_shape(fitted, inputs, own) for own in found))
+    if fitted.summary.positions == 1:
+        return found
+    shape = fitted.tangent.own_shape(inputs)
+    axis = class_axis_of(len(shape), fitted.tangent.class_axis)
+    places = [n for i, n in enumerate(shape) if i not in (0, axis)]
+    return found.unflatten(-2, places).movedim(-1, axis - len(shape))
+
+
+def tempered_predictives(
+    fitted: FittedLaplace,
+    inputs: Any,
+    temperatures: Sequence[float],
+    *,
+    num_samples: int,
+    link_approx: LinkApprox,
+    covariance: Covariance,
+    seed: int,
+) -> list[Any]:
+    """The predictive of one batch at several temperatures, from the same covariances or samples."""
+    likelihood = fitted.likelihood
+    deviations: Tensor | None = None
+    sampled = not likelihood.noisy and link_approx == "mc"
+    if not any(temperatures):
+        with evaluating(fitted.model):
+            mean = fitted.tangent.outputs(inputs)
+        variance = torch.zeros_like(mean)
+    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted)):
+        mean, joint = function_covariance(fitted, inputs)
+        matrix = within_positions(mean, joint)
+        variance = matrix.diagonal(dim1=-2, dim2=-1)
+        deviations = gaussian_samples(matrix, num_samples, seed) if sampled else None
+    else:
+        mean, changes = function_samples(fitted, inputs, num_samples, seed)
+        variance = changes.square().mean(0)
+        deviations = changes if sampled else None
+    return [
+        likelihood.predict(mean, variance, deviations, temperature=t, noise=fitted.noise_variance) for t in temperatures
+    ]

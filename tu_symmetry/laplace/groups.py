@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
-from itertools import product
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,18 +16,12 @@ from torch import Tensor
 from tu_symmetry.laplace.tangent import Slot
 from tu_symmetry.symmetry.groups import NormalizationGroup
 
-Prior = Literal["per_group", "per_layer", "per_tensor", "single", "diagonal"]
+Prior = Literal["per_group", "per_layer", "per_tensor", "single"]
 REST = "rest"
 
 
 class PriorGroups:
-    """A partition of the parameters: ``of`` has the number of each one's group, ``sizes`` the parameters of a group.
-
-    With ``weights`` every weight is a group (:class:`SingleWeights`), and ``of`` has one number for each.
-    """
-
-    names: tuple[str, ...]
-    weights = False
+    """A partition of the parameters: ``of`` has the number of each one's group, ``sizes`` the parameters of a group."""
 
     def __init__(self, slots: Mapping[str, Slot], labels: Mapping[str, str]) -> None:
         self.slots = dict(slots)
@@ -38,7 +30,8 @@ class PriorGroups:
         self.of = {name: torch.tensor(number, device="cpu") for name, number in zip(slots, numbers, strict=True)}
         self._number = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self.names = tuple(order)
-        self.sizes = self.total(torch.ones(_size(slots), dtype=torch.float64, device="cpu"))
+        size = max((slot.stop for slot in slots.values()), default=0)
+        self.sizes = self.total(torch.ones(size, dtype=torch.float64, device="cpu"))
 
     def __len__(self) -> int:
         return len(self.names)
@@ -61,130 +54,45 @@ class PriorGroups:
             found[number] += (rows[:, slot.start : slot.stop] @ vector[slot.start : slot.stop]).double()
         return found.cpu()
 
-    def given(self, precision: float | Tensor | Mapping[str, float | Tensor], present: Tensor) -> Tensor:
-        """Log precisions ``[groups]``: one for all, a tensor ``[groups]``, or by name; ``present`` for all others.
-
-        A name is that of a group or, of single weights, of a parameter, with a number or a tensor of its shape.
+    def given(self, precision: float | Tensor | Mapping[str, float], present: Tensor) -> Tensor:
+        """Log precisions ``[groups]``: one for all, a tensor ``[groups]``, or by name of group; ``present`` for others.
 
         Raises:
             ValueError: an unknown name, another shape, or a precision that is not positive and finite.
         """
-        found = present.clone()
-        by_name = precision if isinstance(precision, Mapping) else {"": precision}
-        for name, own in by_name.items():
-            place, shape = (slice(None), tuple(found.shape)) if by_name is not precision else self._place(name)
-            value = torch.as_tensor(own, dtype=torch.float64, device="cpu").detach()
-            what = f"the precision of {name!r}" if name else f"the prior precision (of {len(self)} prior groups)"
-            if value.ndim and value.shape != shape:
-                raise ValueError(f"{what} has shape {tuple(value.shape)}; it has to be one number, or of shape {shape}")
-            if not bool(((value > 0) & value.isfinite()).all()):
-                raise ValueError(f"{what} is {value.tolist()}; it has to be positive and finite")
-            found[place] = value.log().reshape(-1)
+        found, places = present.clone(), list(range(len(self)))
+        if isinstance(precision, Mapping):
+            unknown = [name for name in precision if name not in self.names]
+            if unknown:
+                raise ValueError(f"no prior group {unknown}; there are {self.names[:6]}")
+            places = [self.names.index(name) for name in precision]
+            precision = torch.tensor([float(value) for value in precision.values()], dtype=torch.float64, device="cpu")
+        value = torch.as_tensor(precision, dtype=torch.float64, device="cpu").detach()
+        if value.ndim and value.shape != (len(places),):
+            raise ValueError(f"{len(self)} prior groups take one precision, or so many; found {tuple(value.shape)}")
+        if not bool(((value > 0) & value.isfinite()).all()):
+            raise ValueError(f"the prior precision is {value.tolist()}; it has to be positive and finite")
+        found[places] = value.log()
         return found
-
-    def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
-        """The groups that a name stands for, and the shape in which their precisions may be given."""
-        if name not in self._numbers:
-            raise ValueError(f"no prior group {name!r}; there are {[*self.names[:6], *list(self.slots)[:6]]}")
-        return slice(self._numbers[name], self._numbers[name] + 1), ()
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
-
-
-class SingleWeights(PriorGroups):
-    """Every weight a group of its own, whose number is its place in the flat vector: ``0.weight[2,3]``."""
-
-    weights = True
-
-    def __init__(self, slots: Mapping[str, Slot]) -> None:
-        self.slots = dict(slots)
-        self.of = {name: torch.arange(slot.start, slot.stop, device="cpu") for name, slot in slots.items()}
-        self.sizes = torch.ones(_size(slots), dtype=torch.float64, device="cpu")
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Parameter and place of every weight."""
-        found = []
-        for name, slot in self.slots.items():
-            places = product(*(range(n) for n in slot.shape))
-            found += [f"{name}[{','.join(map(str, place))}]" for place in places] if slot.shape else [name]
-        return tuple(found)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """The values themselves."""
-        return values
-
-    def total(self, vector: Tensor) -> Tensor:
-        """The vector itself, float64 on the CPU."""
-        return vector.double().cpu()
-
-    def inner(self, rows: Tensor, vector: Tensor) -> Tensor:
-        """Products of the entries: float64 ``[size, rows]``, CPU."""
-        return rows.double().cpu().mT * vector.double().cpu().unsqueeze(-1)
-
-    def _place(self, name: str) -> tuple[slice, tuple[int, ...]]:
-        if name not in self.slots:
-            return super()._place(name)
-        return slice(*self.slots[name][:2]), self.slots[name].shape
-
-
-def _size(slots: Mapping[str, Slot]) -> int:
-    return max((slot.stop for slot in slots.values()), default=0)
 
 
 def prior_groups(
-    slots: Mapping[str, Slot],
-    prior: Prior,
-    *,
-    normalizations: Sequence[NormalizationGroup] = (),
-    groups: Mapping[str, Sequence[str]] | None = None,
+    slots: Mapping[str, Slot], prior: Prior, normalizations: Sequence[NormalizationGroup] = ()
 ) -> PriorGroups:
-    """Partition the parameters for a kind of prior, by normalization groups or those given by hand.
+    """Partition the parameters for a kind of prior; ``per_group`` by the normalization groups.
 
     Raises:
-        ValueError: parameters that ``groups`` names twice or that do not exist, ``groups`` with another prior.
+        ValueError: another kind of prior.
     """
-    require_own_groups(prior, groups)
-    if prior == "diagonal":
-        return SingleWeights(slots)
+    if prior not in get_args(Prior):
+        raise ValueError(f"prior={prior!r} is not known; choose one of {get_args(Prior)}")
     if prior == "per_group":
-        own = _joined(slots, normalizations) if groups is None else _from_mapping(slots, groups)
-        return PriorGroups(slots, dict.fromkeys(slots, REST) | own)
-    labels = {
-        "single": dict.fromkeys(slots, "all"),
-        "per_layer": {name: name.rpartition(".")[0] or name for name in slots},
-        "per_tensor": {name: name for name in slots},
-    }
-    if prior not in labels:
-        raise ValueError(
-            f"prior={prior!r} is not known; choose 'per_group', {', '.join(map(repr, labels))}, 'diagonal'"
-        )
-    return PriorGroups(slots, labels[prior])
-
-
-def require_own_groups(prior: Prior, groups: Mapping[str, Sequence[str]] | None) -> None:
-    """Refuse groups that a prior would not look at: a ``ValueError``."""
-    if groups is not None and prior != "per_group":
-        raise ValueError(f"prior={prior!r} has groups of its own; groups=... goes with 'per_group'")
-
-
-def _from_mapping(slots: Mapping[str, Slot], groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    labels: dict[str, str] = {}
-    for group, members in groups.items():
-        if isinstance(members, str):
-            raise ValueError(f"groups[{group!r}] is a string; give a list of parameter names")
-        for name in members:
-            if name not in slots:
-                raise ValueError(f"groups[{group!r}] names {name!r}, which is none of the posterior's parameters")
-            if name in labels:
-                raise ValueError(f"groups names {name!r} twice, in {labels[name]!r} and {group!r}")
-            labels[name] = group
-    return labels
+        return PriorGroups(slots, dict.fromkeys(slots, REST) | _joined(slots, normalizations))
+    if prior == "single":
+        return PriorGroups(slots, dict.fromkeys(slots, "all"))
+    if prior == "per_tensor":
+        return PriorGroups(slots, {name: name for name in slots})
+    return PriorGroups(slots, {name: name.rpartition(".")[0] or name for name in slots})
 
 
 def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGroup]) -> dict[str, str]:
@@ -202,14 +110,11 @@ def _joined(slots: Mapping[str, Slot], normalizations: Iterable[NormalizationGro
 def centers(groups: PriorGroups, point: Tensor) -> Tensor:
     """The precision at which a group's weights have their expected size: ``sizes / ||theta||^2`` (float64).
 
-    ``k theta`` has the center divided by ``k^2``. Groups of zeros have the center 1; a single weight says too little of
-    its own scale, and has that of its parameter. Weights that are all zero are refused.
+    ``k theta`` has the center divided by ``k^2``. Groups of zeros have the center 1; weights that are all zero are
+    refused.
     """
     squares = groups.total(point.double().square())
     overall = float(squares.sum())
     if overall == 0 or not math.isfinite(overall):
         raise ValueError("the weights are all zero or not finite: an untrained or damaged network")
-    if groups.weights:
-        whole = PriorGroups(groups.slots, {name: name for name in groups.slots})
-        return whole.spread(centers(whole, point))
     return torch.where(squares > 0, groups.sizes / squares.clamp(min=1e-300), 1.0)

@@ -6,12 +6,11 @@ collators do: ``{"input_ids": ..., "labels": ...}`` is the call ``model(input_id
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 LABELS = ("labels", "label", "label_ids", "targets", "target")  # names of targets in a mapping
 
@@ -32,38 +31,18 @@ def tensors_in(inputs: Any) -> list[Tensor]:
     return found
 
 
-def follows(inputs: Any) -> bool:
-    """Whether a prediction of these inputs is to have gradients with respect to them."""
-    return any(own.requires_grad for own in tensors_in(inputs))
-
-
-def ordinary(inputs: Any, *, history: bool = False) -> Any:
-    """Inputs outside of inference mode, without targets, and without a gradient history unless it is to be kept."""
+def ordinary(inputs: Any) -> Any:
+    """Inputs outside of inference mode, without targets and without a gradient history."""
     if isinstance(inputs, Tensor):
-        return inputs.clone() if inputs.is_inference() else inputs if history else inputs.detach()
+        return inputs.clone() if inputs.is_inference() else inputs.detach()
     if isinstance(inputs, (tuple, list)):
-        return tuple(ordinary(own, history=history) for own in inputs)
+        return tuple(ordinary(own) for own in inputs)
     if isinstance(inputs, Mapping):
-        present = {str(k): own for k, own in inputs.items() if k not in LABELS and own is not None}
-        return {name: ordinary(own, history=history) for name, own in present.items()}
+        return {str(k): ordinary(own) for k, own in inputs.items() if k not in LABELS and own is not None}
     raise TypeError(
         f"the network's input is a {type(inputs).__name__}; give a tensor, a tuple of tensors, or a mapping of keyword "
         "arguments to tensors"
     )
-
-
-def require_call(model: nn.Module, inputs: Any) -> None:
-    """Refuse a mapping for a network whose ``forward`` takes the mapping itself: a ``TypeError``."""
-    if not isinstance(inputs, Mapping):
-        return
-    try:
-        inspect.signature(model.forward).bind(**inputs)
-    except TypeError as error:
-        raise TypeError(
-            f"a mapping of inputs is passed by name, and forward of {type(model).__name__} does not take the keyword "
-            f"argument {', '.join(map(repr, inputs))} ({error}). Where it takes the mapping itself, wrap it: a module "
-            "with def forward(self, **inputs): return self.network(inputs)"
-        ) from error
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Tensor]:

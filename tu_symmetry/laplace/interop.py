@@ -31,25 +31,23 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     from laplace.baselaplace import KronLaplace
     from laplace.utils.matrix import Kron, KronDecomposed
 
-    likelihood, blocks = fitted.likelihood, fitted.curvature.blocks
-    if fitted.options.curvature != "kfac":
-        raise ValueError(f"curvature={fitted.options.curvature!r} is none of KronLaplace; fit curvature='kfac'")
-    if likelihood.name not in _THEIRS or make_likelihood(likelihood.name).config() != likelihood.config():
-        raise ValueError(
-            f"laplace-torch's likelihoods are {' and '.join(_THEIRS)}, without options; this posterior has "
-            f"{type(likelihood).__name__}({likelihood.config()})"
-        )
-    if fitted.summary.positions > 1:
-        raise ValueError("the network has outputs at several positions of a sample; KronLaplace has them at one")
+    likelihood = fitted.likelihood
     left_out = [n for n, p in fitted.model.named_parameters() if p.requires_grad and n not in fitted.tangent.names]
-    if left_out:
-        raise ValueError(
-            "KronLaplace covers all parameters that require a gradient; call requires_grad_(False) on "
-            f"{left_out[:6]}, which this posterior leaves out"
-        )
+    if fitted.options.curvature != "kfac":
+        reason = f"it has curvature={fitted.options.curvature!r}, and not 'kfac'"
+    elif likelihood.name not in _THEIRS or make_likelihood(likelihood.name).config() != likelihood.config():
+        reason = f"laplace-torch has no {type(likelihood).__name__}({likelihood.config()})"
+    elif fitted.summary.positions > 1:
+        reason = "it has outputs at several positions of a sample"
+    elif left_out:
+        reason = f"it leaves out {left_out[:6]}: call requires_grad_(False) on them"
+    else:
+        reason = ""
+    if reason:
+        raise ValueError(f"KronLaplace cannot hold this posterior: {reason}")
     vectors: list[Any] = []  # lists of one or two factors, where laplace-torch's annotations say tuples
     values: list[Any] = []
-    for block in blocks:
+    for block in fitted.curvature.blocks:
         own = fitted.tangent.slots[block.name]
         if isinstance(block, KroneckerBlock) and (block.start, block.stop) == own[:2] and len(block.inputs) == 1:
             vectors.append([block.outputs[0], block.inputs[0]])
@@ -90,13 +88,11 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
             f"{type(other).__name__} is no fitted KronLaplace; Laplace(model, likelihood, subset_of_weights='all', "
             "hessian_structure='kron') followed by fit(train_loader) makes one"
         )
-    for option, value, wanted in (
-        ("temperature", other.temperature, 1),
-        ("damping", other.damping, False),
-        ("prior_mean", float(torch.as_tensor(other.prior_mean, device="cpu").abs().max()), 0),
-    ):
-        if value != wanted:
-            raise ValueError(f"{option}={value} of the KronLaplace has no counterpart here; it has to be {wanted}")
+    shifted = bool(torch.as_tensor(other.prior_mean).any())
+    if other.temperature != 1 or other.damping or shifted:
+        raise ValueError(
+            "a temperature other than 1, damping or a prior mean of the KronLaplace has no counterpart here"
+        )
     precision = other.prior_precision.reshape(-1).double().cpu()
     shared = len(precision) == 1
     tangent = TangentModel(other.model, select_parameters(other.model, None))

@@ -55,6 +55,7 @@ class Layer(ABC):
     def __init__(self, name: str, weight: Part | None, bias: Part | None) -> None:
         self.name = self.path = name
         self.weight, self.bias = weight, bias
+        self.parts = [part for part in (weight, bias) if part is not None]
 
     @abstractmethod
     def rows(self, inputs: Tensor) -> Tensor:
@@ -64,9 +65,9 @@ class Layer(ABC):
     def weight_gradient(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """Gradient of every sample's weight, ``[batch, size]``."""
 
-    @abstractmethod
     def bias_gradient(self, gradient: Tensor) -> Tensor:
         """Gradient of every sample's bias, ``[batch, size]``."""
+        raise NotImplementedError
 
 
 class MatrixLayer(Layer):
@@ -171,10 +172,6 @@ class EmbeddingLayer(Layer):
         values, pairs = self.summed(rows, gradient)
         table = gradient.new_zeros(len(rows) * self.entries, self.features)
         return table.index_copy_(0, pairs, values).reshape(len(rows), -1)
-
-    def bias_gradient(self, gradient: Tensor) -> Tensor:
-        """An embedding has no bias."""
-        raise NotImplementedError
 
 
 def layer_of(path: str, module: nn.Module, parts: dict[str, Part]) -> Layer | None:

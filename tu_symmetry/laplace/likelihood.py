@@ -17,34 +17,27 @@ from torch.nn import functional as F
 
 from tu_symmetry.transfer import numbers
 
-LikelihoodName = Literal["classification", "regression", "binary", "heteroscedastic"]
-FisherType = Literal["type-2", "mc", "empirical"]
-LinkApprox = Literal["mc", "probit", "mean"]
+LikelihoodName = Literal["classification", "regression", "binary"]
+FisherType = Literal["type-2", "mc"]
+LinkApprox = Literal["mc", "probit"]
 
-BINS = 15  # of the calibration error
 _NORMALIZED = 1e-3  # error of the sum of a soft label
 _ROUNDING = 16.0  # of outputs, in units in the last place
 _SMALLEST = 1e-300  # probability
 
 
 class GaussianPredictive(NamedTuple):
-    """Predictive distribution of a regression.
+    """Predictive distribution of a regression."""
 
-    Attributes:
-        mean: ``f(x)``, ``[batch, outputs]``.
-        variance: the variance of a new observation: ``epistemic`` plus the noise variance.
-        epistemic: variance of the network's outputs.
-    """
-
-    mean: Tensor
-    variance: Tensor
-    epistemic: Tensor
+    mean: Tensor  # f(x), [batch, outputs]
+    variance: Tensor  # of a new observation: epistemic plus the noise variance
+    epistemic: Tensor  # of the network's outputs
 
 
 def check_link_approx(link_approx: str) -> None:
     """Refuse unknown ones; the Laplace bridge (arXiv 2003.01227) among them, which changes the predicted class."""
-    if link_approx not in ("mc", "probit", "mean"):
-        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc', 'probit' or 'mean'")
+    if link_approx not in ("mc", "probit"):
+        raise ValueError(f"link_approx={link_approx!r} is not known; choose 'mc' or 'probit'")
 
 
 class Directions:
@@ -85,10 +78,9 @@ class Likelihood(ABC):
 
     Attributes:
         name: the name of the kind of likelihood.
-        noisy: whether losses are divided by a noise variance that the evidence finds.
+        noisy: whether observations are real values, with a noise variance that the evidence finds and that divides
+            losses; else they are labels, and predictions probabilities.
         quadratic: whether the loss is quadratic in the outputs.
-        convex: whether it is convex in them, so that the tangent model has one mode.
-        labels: whether predictions are probabilities of labels.
         class_axis: the axis of the network's output that holds the classes (or other outputs of one position); None
             for the last of two or three axes, and for axis 1 of four and more, torch's convention of images.
     """
@@ -96,8 +88,6 @@ class Likelihood(ABC):
     name: LikelihoodName
     noisy = False
     quadratic = False
-    convex = True
-    labels = False
 
     def __init__(self, *, class_axis: int | None = None) -> None:
         self.class_axis = class_axis
@@ -118,10 +108,6 @@ class Likelihood(ABC):
         """Which observations are not left out, bool, one row for each sample: ``[batch]`` or ``[batch, ...]``."""
         return torch.ones_like(observed, dtype=torch.bool)
 
-    def count(self, observed: Tensor) -> int:
-        """The number of observations, by which torch's mean losses divide."""
-        return int(self.present(observed).sum())
-
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Targets in the form that the loss takes, one row for each sample."""
         return self.observed(outputs, targets)
@@ -136,36 +122,21 @@ class Likelihood(ABC):
 
     @abstractmethod
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        """Hessian of the loss in the outputs, times ``vectors`` ``[..., *outputs.shape]``.
-
-        Where the loss is not convex, it is the Fisher information instead.
-        """
+        """Hessian of the loss in the outputs, times ``vectors`` ``[..., *outputs.shape]``."""
 
     @abstractmethod
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """``[columns, *outputs.shape]`` with ``sum_r root_r root_r^T`` equal to every observation's Hessian."""
 
     @abstractmethod
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Monte-Carlo :meth:`hessian_root`: gradients at targets drawn from the model, by a generator of the CPU."""
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Monte-Carlo :meth:`hessian_root`: the gradient at targets drawn from the model, by a generator of the CPU."""
 
-    def root(
-        self,
-        outputs: Tensor,
-        targets: Tensor,
-        fisher_type: FisherType,
-        *,
-        mc_samples: int = 1,
-        generator: torch.Generator | None = None,
-    ) -> Directions:
-        """Columns whose outer products sum to the chosen Fisher's output matrix, for every sample."""
+    def root(self, outputs: Tensor, targets: Tensor, fisher_type: FisherType, generator: torch.Generator) -> Directions:
+        """Columns whose outer products sum to every sample's output Hessian, or to a Monte-Carlo estimate of it."""
         if fisher_type == "type-2":
             return Directions(self.hessian_root(outputs, targets), joint=False)
-        if fisher_type == "mc":
-            if generator is None:
-                raise ValueError("fisher_type='mc' draws targets from the model: pass generator=torch.Generator()")
-            return Directions(self.sampled_root(outputs, targets, mc_samples, generator), joint=True)
-        return Directions(self.residual(outputs, targets).unsqueeze(0), joint=False)
+        return Directions(self.sampled_root(outputs, targets, generator), joint=True)
 
     @abstractmethod
     def of_function(self, outputs: Tensor) -> Tensor:
@@ -194,13 +165,6 @@ class Likelihood(ABC):
     def nll(self, prediction: Any, observed: Tensor) -> Tensor:
         """Negative log-likelihood (nats, float64) of every observation as in :meth:`present`, 0 where left out."""
 
-    def hits(self, prediction: Any, observed: Tensor) -> Tensor | None:
-        """How many labels are right, and in each bin of the confidence these less the confidences; None without labels.
-
-        Float64 ``[1 + BINS]``.
-        """
-        return None
-
     def _aligned(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Real targets with the classes last and positions on one axis, where they came in the network's own shape."""
         axes, axis = targets.ndim, self.class_axis
@@ -212,31 +176,16 @@ class Likelihood(ABC):
         return targets
 
 
-class _Separate(Likelihood):
-    """A likelihood whose Hessian with respect to the outputs is diagonal."""
-
-    @abstractmethod
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal, in the outputs' shape."""
-
-    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
-        return self.curvature(outputs, targets) * vectors
-
-    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return torch.diag_embed(self.curvature(outputs, targets).sqrt()).movedim(-1, 0)
-
-
 class Categorical(Likelihood):
-    """Softmax classification.
+    """Softmax classification: torch's cross entropy, summed.
 
     Class numbers are ``[batch]``, ``[batch, positions]`` or ``[batch, height, width]``; soft labels have the shape of
     the network's output, and add up to 1 over the classes. With labels ``q`` (one-hot, or soft), ``C`` classes,
-    smoothing ``e`` and class weights ``w`` the loss of an observation is torch's cross entropy, summed::
+    smoothing ``e``, class weights ``w``, and ``p = softmax(f)``::
 
-        loss = -sum_c q'_c log softmax(f)_c,    q'_c = w_c ((1 - e) q_c + e / C)
+        loss = -sum_c q'_c log p_c,    q'_c = w_c ((1 - e) q_c + e / C)
 
-    Its gradient is ``|q'| p - q'`` and its Hessian ``|q'| (diag p - p p^T)``, where ``p = softmax(f)`` and ``|q'|`` is
-    the sum of ``q'``: a label of weight 2 counts as two. Predictions are compared with the labels as they are.
+    The gradient is ``|q'| p - q'`` and the Hessian ``|q'| (diag p - p p^T)``, where ``|q'|`` is the sum of ``q'``.
 
     Args:
         label_smoothing: ``e``, between 0 and 1.
@@ -246,7 +195,6 @@ class Categorical(Likelihood):
     """
 
     name: LikelihoodName = "classification"
-    labels = True
 
     def __init__(
         self,
@@ -271,7 +219,7 @@ class Categorical(Likelihood):
         }
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Class numbers as int64 (ignored ones as they are), or soft labels in the shape and type of the outputs."""
+        """Soft labels, or one-hot rows of class numbers (zeros of ignored ones), in the outputs' shape and type."""
         classes = outputs.shape[-1]
         if classes < 2:
             raise ValueError("classification needs at least two logits; for a single one choose likelihood='binary'")
@@ -290,69 +238,47 @@ class Categorical(Likelihood):
             raise ValueError(
                 f"targets have shape {tuple(targets.shape)} and type {targets.dtype}, classification with outputs "
                 f"{tuple(outputs.shape)} [batch, positions, outputs] needs {tuple(outputs.shape[:-1])} class numbers, "
-                "or soft labels in the shape of the outputs. Categorical(class_axis=1) says where classes are; "
+                "or soft labels in the shape of the outputs (Categorical(class_axis=1) says where classes are); "
                 "likelihood='regression' takes real targets"
             )
-        found = found.long()
-        seen = found[self.present(found)]
-        low, high = numbers(seen.aminmax()) if seen.numel() else (0, 0)
+        labels = found.long()
+        present = torch.ones_like(labels, dtype=torch.bool)
+        if self.ignore_index is not None:
+            present = labels != self.ignore_index
+        low, high = numbers(labels[present].aminmax()) if bool(present.any()) else (0, 0)
         if low < 0 or high >= classes:
             raise ValueError(
                 f"targets lie in [{low:.0f}, {high:.0f}], but the network has classes 0 to {classes - 1}; leave labels "
                 "out with Categorical(ignore_index=...), or use the network that was trained on these labels"
             )
-        return found
+        return F.one_hot(torch.where(present, labels, 0), classes).to(outputs) * present.unsqueeze(-1)
 
     def present(self, observed: Tensor) -> Tensor:
-        """Labels that are not left out; rows of soft ones."""
-        labels = observed[..., 0] if observed.is_floating_point() else observed
-        if observed.is_floating_point() or self.ignore_index is None:
-            return torch.ones_like(labels, dtype=torch.bool)
-        return labels != self.ignore_index
+        """Rows with a label."""
+        return observed.any(-1)
 
     def targets(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Class numbers, or ``q'`` in the shape of the outputs where there is more to it."""
-        found = self.observed(outputs, targets)
-        if not (found.is_floating_point() or self.label_smoothing or self.class_weights is not None):
-            return found
-        labels = self._rows(outputs, found)
+        """``q'`` in the shape of the outputs; zeros for a label that is left out."""
+        labels = self.observed(outputs, targets)
         if self.label_smoothing:
-            share = self.label_smoothing * labels.sum(-1, keepdim=True) / outputs.shape[-1]  # an ignored label has none
+            share = self.label_smoothing * labels.sum(-1, keepdim=True) / outputs.shape[-1]
             labels = (1 - self.label_smoothing) * labels + share
         if self.class_weights is not None:
             labels = labels * torch.tensor(self.class_weights, dtype=outputs.dtype, device=outputs.device)
         return labels
 
-    def _rows(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """One row for each label: a soft one itself, a class number one-hot, an ignored one zeros."""
-        if labels.is_floating_point():
-            return labels
-        present = self.present(labels)
-        rows = F.one_hot(torch.where(present, labels, 0), outputs.shape[-1]).to(outputs)
-        return rows * present.unsqueeze(-1)
-
-    def _mass(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """``|q'|`` of every observation, ``[..., 1]``."""
-        if targets.is_floating_point():
-            return targets.sum(-1, keepdim=True)
-        return self.present(targets).to(outputs).unsqueeze(-1)
-
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Summed over positions and outputs."""
-        if targets.is_floating_point():
-            return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
-        ignored = -100 if self.ignore_index is None else self.ignore_index
-        found = F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignored)
-        return found.view(len(targets), -1).sum(1)
+        return -(targets * outputs.log_softmax(-1)).flatten(1).sum(1)
 
     def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target."""
-        return self._mass(outputs, targets) * outputs.softmax(-1) - self._rows(outputs, targets)
+        """``|q'| p - q'``."""
+        return targets.sum(-1, keepdim=True) * outputs.softmax(-1) - targets
 
     def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
         """``|q'| (diag p - p p^T) vectors``."""
         p = outputs.softmax(-1)
-        return self._mass(outputs, targets) * p * (vectors - (p * vectors).sum(-1, keepdim=True))
+        return targets.sum(-1, keepdim=True) * p * (vectors - (p * vectors).sum(-1, keepdim=True))
 
     def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Exact root with one column less than classes.
@@ -366,17 +292,16 @@ class Categorical(Likelihood):
         basis = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)[:, 1:] - (
             reflector.unsqueeze(-1) * (q[..., 1:] / (1 + q[..., :1])).unsqueeze(-2)
         )
-        q = q * self._mass(outputs, targets).sqrt()
+        q = q * targets.sum(-1, keepdim=True).sqrt()
         return (q.unsqueeze(-1) * basis).movedim(-1, 0)
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Prediction less a drawn label, weighted."""
         p = outputs.softmax(-1)
-        uniform = torch.rand(*p.shape[:-1], mc_samples, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
+        uniform = torch.rand(*p.shape[:-1], 1, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
         labels = torch.searchsorted(p.cumsum(-1), uniform, right=True).clamp(max=p.shape[-1] - 1)
-        onehot = F.one_hot(labels, p.shape[-1]).to(p)
-        root = (p.unsqueeze(-2) - onehot).movedim(-2, 0) / mc_samples**0.5
-        return root * self._mass(outputs, targets).sqrt()
+        root = p - F.one_hot(labels.squeeze(-1), p.shape[-1]).to(p)
+        return (root * targets.sum(-1, keepdim=True).sqrt()).unsqueeze(0)
 
     def of_function(self, outputs: Tensor) -> Tensor:
         """Probabilities."""
@@ -384,22 +309,10 @@ class Categorical(Likelihood):
 
     def nll(self, prediction: Tensor, observed: Tensor) -> Tensor:
         """The negative log-likelihood of the label, or the cross entropy with soft ones."""
-        p = prediction.double()
-        if observed.is_floating_point():
-            return -(observed.double() * p.clamp(min=_SMALLEST).log()).sum(-1)
-        present = self.present(observed)
-        own = p.gather(-1, torch.where(present, observed, 0).unsqueeze(-1)).squeeze(-1)
-        return torch.where(present, -own.clamp(min=_SMALLEST).log(), 0.0)
-
-    def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """The confidence is the largest probability; a soft label counts as its largest class."""
-        present = self.present(observed)
-        labels = observed.argmax(-1) if observed.is_floating_point() else observed
-        confidence, predicted = prediction.double()[present].max(-1)
-        return _hits(confidence, predicted == labels[present])
+        return -(observed.double() * prediction.double().clamp(min=_SMALLEST).log()).sum(-1)
 
 
-class Bernoulli(_Separate):
+class Bernoulli(Likelihood):
     """Yes or no, for one output or several independent ones: binary cross entropy with logits, summed.
 
     Targets are 0, 1 or probabilities between them, in the shape of the outputs; the last axis may be left out for a
@@ -413,7 +326,6 @@ class Bernoulli(_Separate):
     """
 
     name: LikelihoodName = "binary"
-    labels = True
 
     def __init__(
         self, *, pos_weight: float | Sequence[float] | Tensor | None = None, class_axis: int | None = None
@@ -463,15 +375,20 @@ class Bernoulli(_Separate):
         """Prediction less target."""
         return targets.sum(-1) * outputs.sigmoid() - targets[..., 0]
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the Hessian."""
-        return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid()
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """The Hessian is diagonal."""
+        return targets.sum(-1) * outputs.sigmoid() * (-outputs).sigmoid() * vectors
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One column for each output."""
+        diagonal = self.hessian_product(outputs, targets, torch.ones_like(outputs))
+        return torch.diag_embed(diagonal.sqrt()).movedim(-1, 0)
+
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Prediction less a drawn answer, weighted."""
         p = outputs.sigmoid()
-        uniform = torch.rand(mc_samples, *p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
-        return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt() / mc_samples**0.5
+        uniform = torch.rand(1, *p.shape, generator=generator, dtype=p.dtype, device="cpu").to(p.device)
+        return (p - (uniform < p).to(p)) * targets.sum(-1).sqrt()
 
     def of_function(self, outputs: Tensor) -> Tensor:
         """Probabilities."""
@@ -482,39 +399,8 @@ class Bernoulli(_Separate):
         p, y = prediction.double(), observed.double()
         return -(y * p.clamp(min=_SMALLEST).log() + (1 - y) * (1 - p).clamp(min=_SMALLEST).log())
 
-    def hits(self, prediction: Tensor, observed: Tensor) -> Tensor:
-        """Every output is an observation; the confidence is the probability of the answer that is predicted."""
-        p, y = prediction.double().flatten(), observed.double().flatten()
-        return _hits(torch.maximum(p, 1 - p), (p > 0.5) == (y > 0.5))
 
-
-class _Real(_Separate):
-    """A likelihood of real values."""
-
-    def of_function(self, outputs: Tensor) -> Tensor:
-        return outputs
-
-    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
-        mean, variance = prediction.mean.double(), prediction.variance.double()
-        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
-
-    def _seen(self, mean: Tensor, targets: Tensor) -> Tensor:
-        """Finite targets in the shape and type of the mean, whose last axis may be left out for a single output."""
-        found = self._aligned(mean, targets)
-        if found.ndim == mean.ndim - 1:
-            found = found.unsqueeze(-1)
-        if found.shape != mean.shape:
-            raise ValueError(
-                f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(mean.shape)}; regression "
-                "needs them equal"
-            )
-        found = found.to(mean.dtype)
-        if not torch.isfinite(found).all():
-            raise ValueError("regression targets hold NaN or infinite values")
-        return found
-
-
-class Gaussian(_Real):
+class Gaussian(Likelihood):
     """Regression with homoscedastic noise; losses are for unit noise variance."""
 
     name: LikelihoodName = "regression"
@@ -522,8 +408,19 @@ class Gaussian(_Real):
     quadratic = True
 
     def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Finite targets in the shape and type of the means."""
-        return self._seen(outputs, targets)
+        """Finite targets in the shape and type of the outputs; of a single output the last axis may be left out."""
+        found = self._aligned(outputs, targets)
+        if found.ndim == outputs.ndim - 1:
+            found = found.unsqueeze(-1)
+        if found.shape != outputs.shape:
+            raise ValueError(
+                f"targets have shape {tuple(targets.shape)}, the network's outputs {tuple(outputs.shape)}; regression "
+                "needs them equal"
+            )
+        found = found.to(outputs.dtype)
+        if not torch.isfinite(found).all():
+            raise ValueError("regression targets hold NaN or infinite values")
+        return found
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Half the squared error; zero where that is rounding (16 units of the targets' root mean square)."""
@@ -536,14 +433,21 @@ class Gaussian(_Real):
         """Prediction less target."""
         return outputs - targets
 
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the Hessian."""
-        return torch.ones_like(outputs)
+    def hessian_product(self, outputs: Tensor, targets: Tensor, vectors: Tensor) -> Tensor:
+        """The Hessian is the identity."""
+        return vectors
 
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
-        noise = torch.randn(mc_samples, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu")
-        return noise.to(outputs.device) / mc_samples**0.5
+    def hessian_root(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """One column for each output."""
+        return torch.diag_embed(torch.ones_like(outputs)).movedim(-1, 0)
+
+    def sampled_root(self, outputs: Tensor, targets: Tensor, generator: torch.Generator) -> Tensor:
+        """Noise of unit variance."""
+        return torch.randn(1, *outputs.shape, generator=generator, dtype=outputs.dtype, device="cpu").to(outputs.device)
+
+    def of_function(self, outputs: Tensor) -> Tensor:
+        """The outputs."""
+        return outputs
 
     def predict(
         self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
@@ -552,65 +456,10 @@ class Gaussian(_Real):
         epistemic = temperature * variance
         return GaussianPredictive(mean, epistemic + noise, epistemic)
 
-
-class HeteroscedasticGaussian(_Real):
-    """Regression in which the network also gives the variance of the noise, for every sample.
-
-    Of ``2 D`` outputs the first ``D`` are means ``m``, the others *log variances* ``s``::
-
-        loss = 1/2 exp(-s) (y - m)^2 + s / 2 + 1/2 log(2 pi)
-
-    It is not convex in ``s``. The curvature is the Fisher information, ``exp(-s)`` of ``m`` and ``1/2`` of ``s``. At
-    ``tangent_mode`` the weights are a stationary point, and the evidence has no certificate (``gap`` is NaN). The
-    predictive variance is ``exp(E[s] + Var[s] / 2)``, the mean of the noise variance, plus the variance of ``m``.
-    """
-
-    name: LikelihoodName = "heteroscedastic"
-    convex = False
-
-    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        if outputs.shape[-1] % 2:
-            raise ValueError(
-                f"likelihood='heteroscedastic' needs a mean and a log variance for each target: an even number of "
-                f"outputs, but there are {outputs.shape[-1]}"
-            )
-        mean, log_variance = outputs.chunk(2, dim=-1)
-        return mean, log_variance
-
-    def observed(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Finite targets in the shape and type of the means."""
-        return self._seen(self._split(outputs)[0], targets)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Summed over positions and outputs."""
-        mean, s = self._split(outputs)
-        each = 0.5 * ((-s).exp() * (targets - mean).square() + s + math.log(2 * math.pi))
-        return each.flatten(1).sum(1)
-
-    def residual(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Prediction less target."""
-        mean, s = self._split(outputs)
-        difference, precision = mean - targets, (-s).exp()
-        return torch.cat([precision * difference, 0.5 - 0.5 * precision * difference.square()], dim=-1)
-
-    def curvature(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The diagonal of the Hessian."""
-        _, s = self._split(outputs)
-        return torch.cat([(-s).exp(), torch.full_like(s, 0.5)], dim=-1)
-
-    def sampled_root(self, outputs: Tensor, targets: Tensor, mc_samples: int, generator: torch.Generator) -> Tensor:
-        """Gradients at targets drawn from the model, over the square root of their number."""
-        mean, s = self._split(outputs)
-        noise = torch.randn(mc_samples, *mean.shape, generator=generator, dtype=mean.dtype, device="cpu").to(s.device)
-        return torch.cat([-(-0.5 * s).exp() * noise, 0.5 - 0.5 * noise.square()], dim=-1) / mc_samples**0.5
-
-    def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
-    ) -> GaussianPredictive:
-        """Mean and variances."""
-        own, s = self._split(mean)
-        epistemic, spread = self._split(temperature * variance)
-        return GaussianPredictive(own, epistemic + (s + spread / 2).exp(), epistemic)
+    def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
+        """The negative log-likelihood of every output."""
+        mean, variance = prediction.mean.double(), prediction.variance.double()
+        return 0.5 * ((observed.double() - mean).square() / variance + variance.log() + math.log(2 * math.pi))
 
 
 def _weights(values: Sequence[float] | Tensor, option: str) -> tuple[float, ...]:
@@ -631,17 +480,8 @@ def _soft_labels(found: Tensor) -> Tensor:
     return found
 
 
-def _hits(confidence: Tensor, right: Tensor) -> Tensor:
-    """The number of right ones, and of every bin of the confidence the right ones less the confidences."""
-    hits = right.double()
-    bins = torch.zeros(BINS, dtype=torch.float64, device=hits.device)
-    bins.index_add_(0, (confidence * BINS).long().clamp(max=BINS - 1), hits - confidence)
-    return torch.cat([hits.sum(0, keepdim=True), bins])
-
-
-KINDS: dict[str, type[Likelihood]] = {
-    kind.name: kind for kind in (Categorical, Gaussian, Bernoulli, HeteroscedasticGaussian)
-}
+KINDS: dict[str, type[Likelihood]] = {kind.name: kind for kind in (Categorical, Gaussian, Bernoulli)}
+_LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
 
 
 def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, Any] | None = None) -> Likelihood:
@@ -652,17 +492,11 @@ def make_likelihood(kind: str | Likelihood | nn.Module, options: Mapping[str, An
     """
     if isinstance(kind, Likelihood):
         return kind
-    if isinstance(kind, nn.Module):
-        found = likelihood_of(kind)
-        if found is None:
-            raise ValueError(f"{type(kind).__name__} is no likelihood that is known here; pass one of {sorted(KINDS)}")
-        return found
-    if kind not in KINDS:
-        raise ValueError(f"likelihood={kind!r} is not known; choose one of {sorted(KINDS)}")
-    return KINDS[kind](**(options or {}))
-
-
-_LOSSES = (nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.MSELoss)
+    found = likelihood_of(kind) if isinstance(kind, nn.Module) else None
+    if found is None and (not isinstance(kind, str) or kind not in KINDS):
+        name = type(kind).__name__ if isinstance(kind, nn.Module) else repr(kind)
+        raise ValueError(f"likelihood={name} is not known; choose one of {sorted(KINDS)}")
+    return found or KINDS[str(kind)](**(options or {}))
 
 
 def likelihood_of(loss: nn.Module) -> Likelihood | None:

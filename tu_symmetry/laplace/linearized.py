@@ -12,29 +12,30 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.laplace import interop, predictive, storage
+from tu_symmetry.laplace import function_posterior, interop, storage
 from tu_symmetry.laplace.blocks import Posterior
 from tu_symmetry.laplace.calibration import TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
+    DENSE_LIMIT,
     BiasCurvature,
     Curvature,
     KfacApprox,
     Options,
     Summary,
     fit_curvature,
-    require_separable,
 )
-from tu_symmetry.laplace.data import all_reduce, batches, opened, together
+from tu_symmetry.laplace.data import all_reduce, opened, together
 from tu_symmetry.laplace.determinants import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
-from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups, require_own_groups
-from tu_symmetry.laplace.inputs import arguments, ordinary, require_call, rows_of
+from tu_symmetry.laplace.function_posterior import Covariance, in_own_shape, tempered_predictives
+from tu_symmetry.laplace.groups import Prior, PriorGroups, prior_groups
+from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary, rows_of
 from tu_symmetry.laplace.joint.optimum import at_joint_mode, at_map, at_mode
 from tu_symmetry.laplace.likelihood import (
     FisherType,
@@ -49,6 +50,7 @@ from tu_symmetry.laplace.report import (
     Calibration,
     EvidenceResult,
     GroupReport,
+    Quality,
     ReadElsewhereWarning,
     warn_about,
     warn_if_it_hurts,
@@ -56,6 +58,7 @@ from tu_symmetry.laplace.report import (
 from tu_symmetry.laplace.tangent import (
     LastLayerModel,
     TangentModel,
+    evaluating,
     full_precision,
     last_layer,
     select_parameters,
@@ -80,18 +83,6 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
     return run
 
 
-def _following(
-    method: Callable[Concatenate[LinearizedLaplace, Any, P], R],
-) -> Callable[Concatenate[LinearizedLaplace, Any, P], R]:
-    """Gradients of inputs that require one, where the caller has gradients on."""
-
-    @wraps(method)
-    def run(self: LinearizedLaplace, /, inputs: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return method(self, inputs if torch.is_grad_enabled() else ordinary(inputs), *args, **kwargs)
-
-    return run
-
-
 class LinearizedLaplace:
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
@@ -102,25 +93,17 @@ class LinearizedLaplace:
         graph: the symmetry graph whose normalization groups ``per_group`` uses; discovered from the first batch
             without it.
         prior: which weights share a precision: ``per_group`` (Recommendation 2: each normalized group, and the rest),
-            ``per_layer`` (each module), ``per_tensor`` (each parameter), ``single``, or ``diagonal`` (each weight, with
-            ``curvature="diag"``).
+            ``per_layer`` (each module), ``per_tensor`` (each parameter), or ``single``.
         evaluate_at: ``tangent_mode`` (Recommendation 1: at ``theta*``, the mode of the tangent model) or ``map``.
         curvature: ``kfac``, ``full``, ``diag``, or ``last_layer`` (the last linear layer, from its inputs
             alone: exact up to 2,048 weights, Kronecker factors beyond).
-        fisher_type: ``type-2`` (exact generalized Gauss-Newton), ``mc`` (Monte-Carlo estimate of it), or ``empirical``.
+        fisher_type: ``type-2`` (exact generalized Gauss-Newton) or ``mc`` (Monte-Carlo estimate of it).
         kfac_approx: ``expand`` or ``reduce``, how Kronecker factors treat positions that share a weight.
         parameters: names, prefixes of names, or patterns (``["*lora_*"]``) of the parameters to be uncertain; None for
             all that require a gradient, ``"last_layer"`` for those of the module that is called last. With
             ``curvature="last_layer"`` the name of one linear layer, None to find it.
-        groups: group name to parameter names, instead of the graph's normalization groups.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
-        mc_samples: targets that the Monte-Carlo Fisher draws for each sample.
-        dense_limit: longest parameter without Kronecker factors that gets an exact dense block; longer ones get its
-            diagonal.
         noise_variance: the variance of a regression's noise; None to find it by the evidence (and 1 until then).
-        prior_precision: initial precision, as in :meth:`set_precision`. None starts each group at its center
-            (:class:`Hyperprior`), which respects scale invariance.
-        generator: the generator of the CPU, for the Monte-Carlo Fisher; None for one with seed 0.
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
@@ -138,69 +121,43 @@ class LinearizedLaplace:
         fisher_type: FisherType = "type-2",
         kfac_approx: KfacApprox = "expand",
         parameters: Sequence[str] | Literal["last_layer"] | None = None,
-        groups: Mapping[str, Sequence[str]] | None = None,
         bias: BiasCurvature = "exact",
-        mc_samples: int = 1,
-        dense_limit: int = 4096,
         noise_variance: float | None = None,
-        prior_precision: float | Tensor | Mapping[str, float | Tensor] | None = None,
-        generator: torch.Generator | None = None,
     ) -> None:
         require_module(model)
         for option, value, allowed in (
-            ("prior", prior, ("per_group", "per_layer", "per_tensor", "single", "diagonal")),
-            ("evaluate_at", evaluate_at, ("tangent_mode", "map")),
-            ("curvature", curvature, ("kfac", "full", "diag", "last_layer")),
-            ("fisher_type", fisher_type, ("type-2", "mc", "empirical")),
-            ("kfac_approx", kfac_approx, ("expand", "reduce")),
-            ("bias", bias, ("exact", "shared")),
+            ("prior", prior, Prior),
+            ("evaluate_at", evaluate_at, EvaluateAt),
+            ("curvature", curvature, Curvature),
+            ("fisher_type", fisher_type, FisherType),
+            ("kfac_approx", kfac_approx, KfacApprox),
+            ("bias", bias, BiasCurvature),
         ):
-            if value not in allowed:
-                raise ValueError(f"{option}={value!r} is not known; choose one of {allowed}")
-        require_separable(curvature, weights=prior == "diagonal")
-        require_own_groups(prior, groups)
+            if value not in get_args(allowed):
+                raise ValueError(f"{option}={value!r} is not known; choose one of {get_args(allowed)}")
         self.likelihood = make_likelihood(likelihood)
-        if fisher_type == "empirical" and self.likelihood.noisy:
-            raise ValueError(
-                "the empirical Fisher of a regression depends on its noise, for which no evidence accounts; choose "
-                "fisher_type='type-2'"
-            )
         if noise_variance is not None and not (self.likelihood.noisy and 0 < noise_variance < math.inf):
             raise ValueError(
                 f"noise_variance={noise_variance} has to be positive and finite, and belongs to likelihood='regression'"
             )
-        for precision in prior_precision.values() if isinstance(prior_precision, Mapping) else [prior_precision]:
-            values = torch.as_tensor(1.0 if precision is None else precision, device="cpu")
-            if not bool(((values > 0) & values.isfinite()).all()):
-                raise ValueError(f"prior_precision={prior_precision} has to be positive and finite")
-        if mc_samples < 1:
-            raise ValueError(f"mc_samples={mc_samples}: the Monte-Carlo Fisher needs at least one sample")
         self.model, self.graph = model, graph
-        self.prior, self.evaluate_at, self.groups = prior, evaluate_at, groups
-        self.options = Options(curvature, fisher_type, kfac_approx, bias, mc_samples, dense_limit)
-        self.generator = generator
-        self.noise_fixed = noise_variance is not None
-        self._initial_noise = 1.0 if noise_variance is None else float(noise_variance)
-        self._initial = prior_precision
+        self.prior, self.evaluate_at = prior, evaluate_at
+        self.options = Options(curvature, fisher_type, kfac_approx, bias)
+        self._given_noise = noise_variance
         self.train_loader: Iterable[Any] | None = None
         class_axis = self.likelihood.class_axis
+        self._traced = parameters == "last_layer" or (curvature == "last_layer" and not parameters)
         if curvature == "last_layer":
-            named = [] if parameters is None or parameters == "last_layer" else list(parameters)
-            if len(named) > 1:
+            named = [last_layer(model, linear=True)] if self._traced else list(parameters or ())
+            if len(named) > 1 or named[0] not in dict(model.named_modules()):
                 raise ValueError(
                     f"curvature='last_layer' is of one linear layer, and parameters={named}; use curvature='full'"
                 )
-            self._traced = not named
-            layer = named[0] if named else last_layer(model, linear=True)
-            if layer not in dict(model.named_modules()):
-                raise ValueError(f"parameters={named}: the model has no module {layer!r}")
-            self.tangent: TangentModel = LastLayerModel(model, layer, class_axis=class_axis)
+            self.tangent: TangentModel = LastLayerModel(model, named[0], class_axis=class_axis)
         else:
-            self._traced = parameters == "last_layer"
             wanted = [last_layer(model)] if parameters == "last_layer" else parameters
             self.tangent = TangentModel(model, select_parameters(model, wanted), class_axis=class_axis)
         self._fitted: FittedLaplace | None = None
-        self._drawer = predictive.Drawer()
 
     @leaves_randomness
     @_apart
@@ -212,42 +169,41 @@ class LinearizedLaplace:
 
         Args:
             train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
-                a mapping of keyword arguments; or mappings of these with ``labels`` among them.
-                :meth:`optimize_evidence` reads it again.
+                a mapping of keyword arguments; or mappings of these with ``labels`` among them. It is read again by
+                :meth:`optimize_evidence`.
             progress: called after each batch; :func:`tu_symmetry.show_progress` gives one that prints.
 
         Raises:
             TypeError: weights or outputs in half precision, outputs that are no tensor of real numbers.
-            ValueError: an empty loader, labels out of range, NaN or infinite weights, outputs or losses; outputs that
-                are random, depend on the other samples of a batch, or do not lead with the batch.
+            ValueError: an empty loader, labels out of range, NaN or infinite numbers; outputs that are random, depend
+                on the other samples of a batch, or do not lead with the batch.
             UnsupportedLayerError: layers whose gradients cannot be taken apart, by name.
 
         Warns:
             ReadElsewhereWarning: parameters that get an exact block, since Kronecker factors would miss a part.
         """
-        if self._traced:
-            require_weights(self.model, self.tangent.names)
-            self._find_last_layer(train_loader)
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
         device = self.tangent.point().device
         with together(device):
-            groups = self.group(train_loader)
             inputs, first_pass = opened(train_loader, next(self.model.parameters()).device)
-            require_call(self.model, inputs)
+            if self._traced:
+                self._find_last_layer(rows_of(inputs, slice(0, 2)))
+                require_weights(self.model, self.tangent.names)
+            groups = self._grouped(rows_of(inputs, slice(0, 2)))
             kind = self.options.curvature
             found, read_elsewhere = examine(
                 self.tangent, inputs, layered=kind == "kfac", functional=kind in ("full", "diag")
             )
-        marked = torch.tensor([[n in found, n in read_elsewhere] for n in self.tangent.names], device=device).double()
+        names = self.tangent.names
+        marked = torch.tensor([[n in some for n in names] for some in (found, read_elsewhere)], device=device).double()
         all_reduce(marked)  # other processes have other samples
-        marks = list(zip(self.tangent.names, (marked > 0).tolist(), strict=True))
-        whole, named = ([name for name, own in marks if own[place]] for place in range(2))
+        whole, named = ([n for n, own in zip(names, marks, strict=True) if own] for marks in marked.tolist())
         if named:
             warnings.warn(
                 f"{named[:6]} {'and others ' if len(named) > 6 else ''}are read elsewhere than in one call of their "
                 "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
-                f"exact block (its diagonal beyond {self.options.dense_limit} entries)",
+                f"exact block (its diagonal beyond {DENSE_LIMIT} entries)",
                 ReadElsewhereWarning,
                 stacklevel=4,
             )
@@ -259,21 +215,18 @@ class LinearizedLaplace:
             self.options,
             whole=whole,
             first_pass=first_pass,
-            generator=self.generator or torch.Generator().manual_seed(0),
             progress=progress,
         )
-        curvature = FittedCurvature(tuple(blocks), summary, groups, tuple(whole))
-        fitted = FittedLaplace.begin(
+        self._fitted = FittedLaplace.begin(
             self.tangent,
             self.likelihood,
             self.options,
-            curvature,
+            FittedCurvature(tuple(blocks), summary, groups, tuple(whole)),
             prior=self.prior,
             evaluate_at=self.evaluate_at,
-            noise_variance=self._initial_noise,
-            noise_fixed=self.noise_fixed,
+            noise_variance=1.0 if self._given_noise is None else float(self._given_noise),
+            noise_fixed=self._given_noise is not None,
         )
-        self._fitted = fitted if self._initial is None else fitted.with_precision(self._initial)
         self.train_loader = train_loader
         return self
 
@@ -318,21 +271,6 @@ class LinearizedLaplace:
         return self.fitted.noise_variance
 
     @property
-    def center(self) -> Tensor:
-        """The hyperprior's center of each precision, float64 ``[groups]``."""
-        return self.fitted.center
-
-    @property
-    def hyperprior(self) -> Hyperprior:
-        """The hyperprior of the last optimization; a flat one before."""
-        return self.fitted.hyperprior
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """Parameters without Kronecker factors that have an exact block, since other modules read them too."""
-        return self.fitted.curvature.whole
-
-    @property
     def solution(self) -> Mode:
         """The weights ``theta`` and how well they solve their problem."""
         return self.fitted.solution
@@ -342,44 +280,48 @@ class LinearizedLaplace:
         """Number of samples and outputs, and the loss at the linearization point."""
         return self.fitted.summary
 
-    def _find_last_layer(self, loader: Iterable[Any]) -> None:
+    @property
+    def temperature(self) -> float:
+        """Factor of the posterior covariance in predictions: 1, or what :meth:`calibrate` has chosen."""
+        return self.fitted.temperature
+
+    @property
+    def posterior(self) -> Posterior:
+        """The Gaussian over the weights (its mean is the linearization point)."""
+        return self.fitted.posterior
+
+    @property
+    def theta(self) -> Tensor:
+        """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
+        return self.fitted.theta
+
+    def report(self) -> list[GroupReport]:
+        """Precision, determined directions and squared norm of every prior group."""
+        return self.fitted.report()
+
+    def _find_last_layer(self, inputs: Any) -> None:
         """The last layer in the order of a forward pass, where the constructor had only that of definition."""
-        inputs = rows_of(next(batches(loader, next(self.model.parameters()).device))[0], slice(0, 2))
         if isinstance(self.tangent, LastLayerModel):
             layer = last_layer(self.model, inputs, linear=True)
             self.tangent = LastLayerModel(self.model, layer, class_axis=self.tangent.class_axis)
         else:
             self.tangent = self.tangent.over(select_parameters(self.model, [last_layer(self.model, inputs)]))
 
-    @leaves_randomness
-    def group(self, loader: Iterable[Any]) -> PriorGroups:
-        """The groups of weights that would share a precision, without a fit; reads at most the first batch."""
-        if self._traced:
-            self._find_last_layer(loader)
-        normalizations = self.graph.normalizations if self.graph is not None else ()
-        if self.graph is None and self.groups is None and self.prior == "per_group":
+    def _grouped(self, inputs: Any) -> PriorGroups:
+        """The groups of weights that share a precision; the graph is discovered where they need it."""
+        if self.graph is None and self.prior == "per_group":
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
-            inputs, _ = next(batches(loader, next(self.model.parameters()).device))
-            require_call(self.model, inputs)
-            training = [m for m in self.model.modules() if m.training]
-            self.model.eval()
-            try:
-                args, kwargs = arguments(rows_of(inputs, slice(0, 2)))
+            args, kwargs = arguments(inputs)
+            with evaluating(self.model):
                 self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
-            finally:
-                for module in training:
-                    module.training = True
-            normalizations = self.graph.normalizations
-        return prior_groups(self.tangent.slots, self.prior, normalizations=normalizations, groups=self.groups)
+        return prior_groups(self.tangent.slots, self.prior, self.graph.normalizations if self.graph else ())
 
     @_apart
-    def set_precision(self, precision: float | Tensor | Mapping[str, float | Tensor]) -> None:
-        """Set the prior precision of all groups, of each (a tensor ``[groups]``), or by name (the others keep theirs).
-
-        With ``prior="diagonal"`` names are also those of parameters, with a number or a tensor of their shape.
-        """
-        self._fitted = self.fitted.with_precision(precision)
+    def set_precision(self, precision: float | Tensor | Mapping[str, float]) -> None:
+        """Set the prior precision of all groups, of each (a tensor ``[groups]``), or of some by name."""
+        fitted = self.fitted
+        self._fitted = fitted.with_hyperparameters(fitted.groups.given(precision, fitted.log_precision))
 
     @leaves_randomness
     @_apart
@@ -433,36 +375,13 @@ class LinearizedLaplace:
 
     @leaves_randomness
     @_apart
-    def solve_mode(
-        self,
-        train_loader: Iterable[Any] | None = None,
-        *,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-        progress: Progress | None = None,
-    ) -> Mode:
-        """Find ``theta*``, the mode of the tangent model under the present precisions, from where it was last.
-
-        ``tolerance`` is one on the gradient norm, as ``mode_tolerance`` of :meth:`optimize_evidence`.
-        """
-        self._fitted = at_mode(
-            self.fitted,
-            self._training_data(train_loader),
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            progress=progress,
-        )
-        return self.solution
-
-    @leaves_randomness
-    @_apart
     def log_marginal_likelihood(self, train_loader: Iterable[Any] | None = None) -> float:
         """Laplace evidence ``log Z`` at the present precisions (nats, summed over the data, all constants included).
 
         At ``tangent_mode`` this mode is found first, where the precisions have changed since it last was.
         """
         if math.isnan(self.fitted.solution.gradient_norm):
-            self.solve_mode(train_loader)
+            self._fitted = at_mode(self.fitted, self._training_data(train_loader))
         return self.fitted.log_evidence()
 
     @leaves_randomness
@@ -471,30 +390,25 @@ class LinearizedLaplace:
         self,
         validation_loader: Iterable[Any],
         *,
-        temperatures: Sequence[float] = TEMPERATURES,
         link_approx: LinkApprox = "mc",
         num_samples: int = 100,
-        covariance: predictive.Covariance = "auto",
+        covariance: Covariance = "auto",
         seed: int = 0,
         held_out: bool = True,
         standard_errors: float = 0.0,
     ) -> Calibration:
-        """Choose the posterior's temperature by the NLL of held-out data; all predictions from then on have it.
+        """Choose the temperature, a factor of the posterior covariance in predictions, by the NLL on held-out data.
 
-        The temperature multiplies the posterior covariance. 0 is the network itself and always among the candidates,
-        so that predictions on these data are never worse than the network's; so is 1, the posterior of the evidence.
-        Precisions and evidence stay as they are. Other precisions put the temperature back to 1.
+        Candidates are 0, the network itself, so that predictions on these data are never worse than the network's, 1,
+        the posterior of the evidence, and 1e-6 to 100 in quarters of a decade. Other precisions put it back to 1.
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
-            temperatures: candidates; by default 1e-6 to 100 in quarters of a decade.
-            link_approx: with which predictions will be made, ``mc`` or ``probit``; :meth:`predictive` takes it from
-                then on, where it is given none.
+            link_approx: with which predictions will be made, ``mc`` or ``probit``.
             num_samples: with which predictions will be made.
             covariance: likewise.
             seed: likewise.
-            held_out: False where the network was trained on these data, on which it looks better than it is, so that
-                the temperature comes out low. The report says so, and nothing is warned of.
+            held_out: False where the network was trained on these data, on which it looks better than it is.
             standard_errors: 0 for the temperature that is best on these data; else that of the highest gain over the
                 network less so many standard errors of it, which hardly ever makes a network worse on other data.
 
@@ -504,94 +418,61 @@ class LinearizedLaplace:
         fitted = self.fitted
         fitted.require_weights()
         check_link_approx(link_approx)
-        candidates = sorted({0.0, 1.0, *(float(t) for t in temperatures)})
-        if not all(0 <= t < math.inf for t in candidates):
-            raise ValueError(f"temperatures={list(temperatures)} have to be finite and not negative")
-        if link_approx == "mean":
-            raise ValueError("link_approx='mean' is the network's own prediction, whatever the temperature")
         if not 0 <= standard_errors < math.inf:
             raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
+        candidates = sorted({1.0, *TEMPERATURES})
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
-        judged = judge(fitted, self._drawer, validation_loader, candidates, link_approx=link_approx, **options)
-        if not math.isfinite(judged.qualities[0].nll):
+        judged = judge(fitted, validation_loader, candidates, link_approx=link_approx, **options)
+        qualities = [Quality(mean) for mean in judged.means.tolist()]
+        if not math.isfinite(qualities[0].nll):
             raise ValueError("the NLL of the network itself is not finite on these data")
         best = judged.choose(standard_errors)
         found = Calibration(
             temperature=candidates[best],
             samples=judged.samples,
-            network=judged.qualities[0],
-            evidence=judged.qualities[candidates.index(1.0)],
-            calibrated=judged.qualities[best],
+            network=qualities[0],
+            evidence=qualities[candidates.index(1.0)],
+            calibrated=qualities[best],
             held_out=held_out,
-            link_approx=link_approx,
-            standard_error=judged.errors[best],
+            standard_error=float(judged.errors[best]),
         )
-        self._fitted = replace(fitted, temperature=candidates[best], link_approx=link_approx)
+        self._fitted = replace(fitted, temperature=candidates[best])
         if held_out:
             warn_if_it_hurts(found, stacklevel=4)
         return found
 
-    @property
-    def temperature(self) -> float:
-        """Factor of the posterior covariance in predictions: 1, or what :meth:`calibrate` has chosen."""
-        return self.fitted.temperature
-
-    def report(self) -> list[GroupReport]:
-        """Precision, determined directions and squared norm of every prior group."""
-        return self.fitted.report()
-
-    @property
-    def posterior(self) -> Posterior:
-        """The Gaussian over the weights (its mean is the linearization point)."""
-        return self.fitted.posterior
-
-    @property
-    def theta(self) -> Tensor:
-        """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
-        return self.fitted.theta
-
-    @_following
     @_apart
-    def function_covariance(self, inputs: Any, *, joint: bool = False) -> tuple[Tensor, Tensor]:
+    def function_covariance(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """Outputs ``[batch, outputs]`` and their exact posterior covariances ``[batch, outputs, outputs]``.
 
-        Positions and outputs are flattened to one axis. With ``joint`` there is one covariance between all inputs,
-        ``[batch * outputs, batch * outputs]``, for which the Jacobians of all of them are held.
+        Positions and outputs are flattened to one axis in the covariances.
         """
-        self.fitted.require_weights()
-        return predictive.function_covariance(self.fitted, predictive.on_device(self.fitted, inputs), joint=joint)
+        outputs, matrix = function_posterior.function_covariance(self.fitted, self._on_device(inputs))
+        return outputs, self.temperature * matrix
 
-    @_following
     @_apart
     def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
-        self.fitted.require_weights()
-        inputs = predictive.on_device(self.fitted, inputs)
-        outputs, changes = predictive.function_samples(self.fitted, self._drawer, inputs, num_samples, seed)
-        return predictive.in_own_shape(self.fitted, inputs, outputs + changes)
+        inputs = self._on_device(inputs)
+        return in_own_shape(self.fitted, inputs, self._samples(inputs, num_samples, seed))
 
-    @_following
     @_apart
     def predictive(
         self,
         inputs: Any,
         *,
         num_samples: int = 100,
-        link_approx: LinkApprox | None = None,
-        covariance: predictive.Covariance = "auto",
+        link_approx: LinkApprox = "mc",
+        covariance: Covariance = "auto",
         joint: bool = False,
         seed: int = 0,
     ) -> Any:
-        """Posterior predictive of a batch.
-
-        Where gradients are on and the inputs require one, predictions have it, and exact covariances take the Jacobians
-        of the whole batch.
+        """Posterior predictive of a batch, without gradients.
 
         Args:
             inputs: a batch.
             num_samples: number of Monte-Carlo samples.
-            link_approx: from logits to probabilities: ``mc``, in closed form ``probit``, or ``mean``: the network's own
-                prediction. None: that of :meth:`calibrate`, and ``mc`` before.
+            link_approx: from logits to probabilities: ``mc``, or in closed form ``probit``.
             covariance: ``exact`` covariances of the outputs, ``samples`` of the weights (Jacobian-vector products), or
                 ``auto``: exact up to 128 outputs, where the Jacobian of one sample fits in memory or is not needed.
             joint: return samples, joint over all inputs, instead of their mean.
@@ -602,24 +483,19 @@ class LinearizedLaplace:
             the :class:`GaussianPredictive` of a regression. With ``joint`` samples along a new first axis:
             probabilities, or a regression's outputs without noise.
         """
-        fitted = self.fitted
-        fitted.require_weights()
+        fitted, inputs = self.fitted, self._on_device(inputs)
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
-        link = fitted.link_approx if link_approx is None else link_approx
-        check_link_approx(link)
-        if covariance not in ("auto", "exact", "samples"):
+        check_link_approx(link_approx)
+        if covariance not in get_args(Covariance):
             raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
-        inputs = predictive.on_device(fitted, inputs)
         if joint:
-            outputs, changes = predictive.function_samples(fitted, self._drawer, inputs, num_samples, seed)
-            return predictive.in_own_shape(fitted, inputs, fitted.likelihood.of_function(outputs + changes))
-        temperature = 0.0 if fitted.likelihood.labels and link == "mean" else fitted.temperature
+            found = fitted.likelihood.of_function(self._samples(inputs, num_samples, seed))
+            return in_own_shape(fitted, inputs, found)
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
-        (found,) = predictive.tempered_predictives(
-            fitted, self._drawer, inputs, [temperature], link_approx=link, **options
-        )
-        return predictive.in_own_shape(fitted, inputs, found)
+        temperatures = [fitted.temperature]
+        (found,) = tempered_predictives(fitted, inputs, temperatures, link_approx=link_approx, **options)
+        return in_own_shape(fitted, inputs, found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""
@@ -638,6 +514,19 @@ class LinearizedLaplace:
     def from_laplace_torch(cls, other: Any, *, evaluate_at: EvaluateAt = "map") -> LinearizedLaplace:
         """A fitted ``KronLaplace``, see :func:`tu_symmetry.laplace.interop.from_laplace_torch`."""
         return cls.from_fitted(interop.from_laplace_torch(other, evaluate_at=evaluate_at))
+
+    def _samples(self, inputs: Any, count: int, seed: int) -> Tensor:
+        outputs, changes = function_posterior.function_samples(self.fitted, inputs, count, seed)
+        return outputs + self.temperature**0.5 * changes
+
+    def _on_device(self, inputs: Any) -> Any:
+        """A batch to predict, on the network's device; refuses a network with other weights than those of the fit."""
+        self.fitted.require_weights()
+        device = next(self.model.parameters()).device
+        found = mapped(lambda own: own.to(device), ordinary(inputs))
+        if batch_size(found) == 0:
+            raise ValueError("the batch holds no samples, so that there is nothing to predict")
+        return found
 
     def _training_data(self, loader: Iterable[Any] | None) -> Iterable[Any]:
         loader = self.train_loader if loader is None else loader

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from tu_symmetry.laplace.likelihood import GaussianPredictive
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import EvidenceResult
 
 
 class LaplaceMixture:
@@ -25,15 +23,6 @@ class LaplaceMixture:
         kinds = {(la.likelihood.name, str(la.likelihood.config())) for la in self.members}
         if len(kinds) != 1:
             raise ValueError(f"a mixture needs members of one likelihood, fitted before; these have {sorted(kinds)}")
-
-    @classmethod
-    def fit(cls, models: Iterable[nn.Module], train_loader: Iterable[Any], **options: Any) -> LaplaceMixture:
-        """Fit an approximation of every network, with the options of :class:`~tu_symmetry.LinearizedLaplace`."""
-        return cls([LinearizedLaplace(model, **options).fit(train_loader) for model in models])
-
-    def optimize_evidence(self, train_loader: Iterable[Any] | None = None, **options: Any) -> list[EvidenceResult]:
-        """:meth:`LinearizedLaplace.optimize_evidence` of every member."""
-        return [la.optimize_evidence(train_loader, **options) for la in self.members]
 
     def predictive(self, inputs: Any, *, seed: int = 0, **options: Any) -> Any:
         """The mean of the members' probabilities; of a regression the mixture's mean and variances.

@@ -12,8 +12,6 @@ from typing import Literal
 
 from torch import Tensor
 
-from tu_symmetry.laplace.likelihood import Likelihood
-
 EvaluateAt = Literal["tangent_mode", "map"]
 
 
@@ -46,8 +44,3 @@ def duality_gap(gradient: Tensor, precision: Tensor) -> float:
     takes at ``r`` the value ``objective - 1/2 g^T Lambda^-1 g``, and no dual value is above the minimum.
     """
     return 0.5 * float((gradient.double().square() / precision.double()).sum())
-
-
-def certificate(likelihood: Likelihood, gradient: Tensor, precision: Tensor) -> float:
-    """:func:`duality_gap` where the loss is convex, else NaN: nothing bounds the distance to the lowest mode."""
-    return duality_gap(gradient, precision) if likelihood.convex else math.nan

@@ -1,7 +1,6 @@
 """What a network returns, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, and back.
 
-For example, ``[batch, classes, height, width]`` is read as ``[batch, height * width, classes]``, pixels row by row, and
-predictions are given back in the network's own shape.
+``[batch, classes, height, width]`` is read as ``[batch, height * width, classes]``, pixels row by row.
 """
 
 from __future__ import annotations
@@ -30,18 +29,15 @@ def as_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tensor:
     """What a network returns, see :func:`tensor_in`, as ``[batch, outputs]`` or ``[batch, positions, outputs]``.
 
     Raises:
-        TypeError: something else than a tensor of real numbers, in half precision for example.
+        TypeError: something else than a tensor of real numbers in single or double precision.
         ValueError: another first axis than the batch.
     """
-    found = tensor_in(found, class_axis)
+    found = tensor_in(found)
     if found.dtype not in (torch.float32, torch.float64):
-        cause = "only real numbers have a derivative (return logits, not the classes chosen by argmax)"
-        if found.is_floating_point():
-            cause = (
-                "half precision has too few digits for a curvature: call model.float(), and leave out torch.autocast "
-                "inside the network"
-            )
-        raise TypeError(f"the network's outputs are of type {found.dtype}; {cause}")
+        raise TypeError(
+            f"the network's outputs are of type {found.dtype}; curvatures need real numbers (logits, not classes) in "
+            "single or double precision: call model.float(), and leave out torch.autocast inside the network"
+        )
     if found.ndim == 0 or len(found) != batch:
         raise ValueError(
             f"the network's output has shape {tuple(found.shape)} for a batch of {batch} samples; its first axis has "
@@ -63,33 +59,19 @@ def check_outputs(found: Any, batch: int, class_axis: int | None = None) -> Tens
     if not torch.isfinite(outputs.detach()).all():
         raise ValueError(
             "the network's output holds NaN or infinite values: its weights come from a diverged run, or the inputs "
-            "are not finite; no curvature of it would mean anything"
+            "are not finite"
         )
     return outputs
 
 
-def in_own_shape(values: Tensor, shape: torch.Size, class_axis: int | None) -> Tensor:
-    """The inverse of :func:`as_outputs` for ``[..., batch, positions, outputs]``, given the network's shape."""
-    axis = class_axis_of(len(shape), class_axis)
-    places = [n for i, n in enumerate(shape) if i not in (0, axis)]
-    return values.unflatten(-2, places).movedim(-1, axis - len(shape))
-
-
-def tensor_in(found: Any, class_axis: int | None = None) -> Tensor:
-    """The tensor that a network returns, or that is in the ``logits`` of an object or a mapping.
-
-    A mapping with ``loc`` and ``scale`` (a normal distribution of TorchUncertainty's layers) is read as means and log
-    variances ``2 log(scale)``, next to each other on the class axis.
-    """
+def tensor_in(found: Any) -> Tensor:
+    """The tensor that a network returns, or that is in the ``logits`` of an object or a mapping."""
     if isinstance(found, Tensor):
         return found
     logits = found.get("logits") if isinstance(found, Mapping) else getattr(found, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    if isinstance(found, Mapping) and set(found) == {"loc", "scale"}:
-        loc, scale = (own.unsqueeze(-1) if own.ndim == 1 else own for own in (found["loc"], found["scale"]))
-        return torch.cat([loc, 2 * scale.log()], dim=class_axis_of(loc.ndim, class_axis))
     raise TypeError(
         f"the network returns a {type(found).__name__}; it has to return a tensor of outputs, or an object or mapping "
-        "with 'logits'. Wrap it in a module whose forward gives that tensor alone (the logits)"
+        "with 'logits'. Wrap it in a module whose forward gives that tensor alone"
     )

@@ -32,13 +32,6 @@ def patches_of(inputs: Tensor, conv: nn.Module) -> Tensor:
     return x.permute(0, 1, *places, 2, *kernels).flatten(2 + spatial).flatten(2, 1 + spatial)
 
 
-def positions_of(inputs: Tensor, conv: nn.Module) -> int:
-    """Number of positions of each sample at which a convolution looks."""
-    assert isinstance(conv, CONVOLUTIONS)
-    sizes = zip(inputs.shape[2:], _margins(conv), conv.kernel_size, conv.stride, conv.dilation, strict=True)
-    return math.prod((n + sum(pad) - d * (k - 1) - 1) // step + 1 for n, pad, k, step, d in sizes)
-
-
 def _margins(conv: nn.Module) -> list[tuple[int, int]]:
     """Padding before and after, for every spatial axis."""
     assert isinstance(conv, CONVOLUTIONS)

@@ -1,4 +1,4 @@
-"""What a fitted evidence reports: precisions and determined directions of every group, and warnings about them."""
+"""What evidence and calibration report, and warnings about it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,9 @@ class NothingHeldOutWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Quality:
-    """Scores of predictions on held-out data.
-
-    Attributes:
-        nll: negative log-likelihood of an observation (nats): of a label, or of a real value.
-        accuracy: share of right classes; NaN for a regression.
-        ece: expected calibration error, 15 equal bins of the confidence, L1; NaN for a regression.
-    """
+    """Of predictions on held-out data: the negative log-likelihood of an observation (nats)."""
 
     nll: float
-    accuracy: float = math.nan
-    ece: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,6 @@ class Calibration:
         evidence: quality of the posterior whose precisions the evidence chose (temperature 1).
         calibrated: quality at the temperature that was chosen.
         held_out: whether the network was not trained on these data.
-        link_approx: with which the predictions were made, and will be where none is asked for.
         standard_error: that of the difference between the NLLs of the calibrated posterior and of the network (nats).
     """
 
@@ -63,7 +54,6 @@ class Calibration:
     evidence: Quality
     calibrated: Quality
     held_out: bool = True
-    link_approx: str = "mc"
     standard_error: float = math.nan
 
     @property
@@ -79,10 +69,7 @@ class Calibration:
             f"Laplace, temperature {self.temperature:.3g}": self.calibrated,
         }
         width = max(map(len, (head, *rows)))
-        lines = [f"{head:{width}}   NLL      ECE      accuracy"]
-        for name, q in rows.items():
-            numbers = "  ".join("-      " if math.isnan(v) else f"{v:<7.4f}" for v in (q.nll, q.ece, q.accuracy))
-            lines.append(f"{name:{width}}   {numbers}".rstrip())
+        lines = [f"{head:{width}}   NLL", *(f"{name:{width}}   {found.nll:.4f}" for name, found in rows.items())]
         if self.temperature > 0 and not math.isnan(self.standard_error):
             gain = self.network.nll - self.calibrated.nll
             lines.append(f"gain over the network: {gain:.2g} nats, standard error {self.standard_error:.2g}")
@@ -94,15 +81,12 @@ class GroupReport:
     """What the evidence found for one prior group.
 
     Attributes:
-        name: the name of the group.
         size: number of weights.
-        precision: prior precision ``lambda``.
-        center: where the hyperprior puts it, the group's size over its squared norm at the linearization point.
+        center: where the hyperprior puts the precision.
         gamma: effective number of directions that the data determine, between 0 and ``size``.
         squared_norm: ``||theta*||^2`` (``||theta~||^2`` at ``map``).
         at_cap: whether the precision is at the hyperprior's bound.
-        pruned: whether the data determine less than half a direction (of a single weight, that never counts), or the
-            precision is at its upper bound.
+        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
     """
 
     name: str
@@ -125,8 +109,7 @@ class EvidenceResult:
         change: largest change of a log precision in the last iteration.
         gradient_norm: distance of the weights from their mode in posterior standard deviations; 0 at ``map``.
         converged: whether both tolerances were met.
-        gap: certificate: ``log_marginal_likelihood`` at these precisions is at most so much higher (nats); 0 at
-            ``map``. See :func:`tu_symmetry.laplace.mode.duality_gap`.
+        gap: certificate: ``log_marginal_likelihood`` at these precisions is at most so much higher (nats).
     """
 
     log_marginal_likelihood: float
@@ -167,8 +150,7 @@ def warn_if_it_hurts(found: Calibration, *, stacklevel: int) -> None:
             f"on {found.samples} held-out samples the posterior that the evidence chose has an NLL of "
             f"{found.evidence.nll:.4g} nats, the network itself {found.network.nll:.4g}. From now on predictions use "
             f"the temperature {found.temperature:.3g} (0 is the network's own), with an NLL of "
-            f"{found.calibrated.nll:.4g}. Where the network is not calibrated already, try curvature='last_layer', "
-            "prior='single', or more training data",
+            f"{found.calibrated.nll:.4g}; curvature='last_layer', prior='single' or more training data may help",
             LaplaceHurtsWarning,
             stacklevel=stacklevel + 1,
         )

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,14 @@ from tu_symmetry.laplace.blocks import Block, CoupledBlock, DenseBlock, Diagonal
 from tu_symmetry.laplace.curvature import Options, Summary
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
-from tu_symmetry.laplace.groups import PriorGroups, SingleWeights
+from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.mode import Mode
-from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel
+from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, digest_of
 
 _FORMAT = "tu_symmetry.laplace"
 _VERSION = 6
-_KINDS: dict[str, type[Block]] = {
-    "kronecker": KroneckerBlock,
-    "dense": DenseBlock,
-    "diagonal": DiagonalBlock,
-    "coupled": CoupledBlock,
-}
+_KINDS: dict[str, type[Block]] = {kind.kind: kind for kind in (KroneckerBlock, DenseBlock, DiagonalBlock, CoupledBlock)}
 
 
 class LaplaceFileError(FileError):
@@ -42,44 +37,33 @@ class LaplaceFileError(FileError):
 
 def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
     """Write a fitted approximation, whole or not at all."""
-    path = Path(path)
-    blocks = fitted.curvature.blocks
-    solution = fitted.solution
-    tensors = {"log_precision": fitted.log_precision, "theta": solution.theta}
-    weights = fitted.groups.weights  # the numbers of single weights are their places, which need not be stored
-    if not weights:
-        tensors |= {f"group_of.{name}": number for name, number in fitted.groups.of.items()}
+    blocks, solution, layer = fitted.curvature.blocks, vars(fitted.solution), getattr(fitted.tangent, "layer", None)
+    tensors = {"log_precision": fitted.log_precision, "theta": solution["theta"]}
+    tensors |= {f"group_of.{name}": number for name, number in fitted.groups.of.items()}
     for i, block in enumerate(blocks):
-        tensors |= {f"block{i}.{key}": t for key, t in block.tensors().items()}
-        if not weights:
-            tensors[f"block{i}.groups"] = block.groups
+        tensors |= {f"block{i}.{key}": t for key, t in {**block.tensors(), "groups": block.groups}.items()}
     content = {
         "format": _FORMAT,
         "version": _VERSION,
-        "fingerprint": fitted.snapshot.fingerprint,
+        "fingerprint": digest_of(fitted.state),
         "likelihood": fitted.likelihood.name,
         "likelihood_options": fitted.likelihood.config(),
         "prior": fitted.prior,
         "evaluate_at": fitted.evaluate_at,
         "options": asdict(fitted.options),
         "parameters": list(fitted.tangent.names),
-        "layer": fitted.tangent.layer if isinstance(fitted.tangent, LastLayerModel) else None,
+        "layer": layer,
         "whole": list(fitted.curvature.whole),
-        "groups": None if weights else list(fitted.groups.names),
+        "groups": list(fitted.groups.names),
         "noise_variance": fitted.noise_variance,
         "noise_fixed": fitted.noise_fixed,
         "temperature": fitted.temperature,
-        "link_approx": fitted.link_approx,
         "hyperprior": {key: _finite(value) for key, value in asdict(fitted.hyperprior).items()},
         "summary": asdict(fitted.summary),
-        "solution": {
-            key: _finite(value) if isinstance(value, float) else value
-            for key, value in vars(solution).items()
-            if key != "theta"
-        },
+        "solution": {key: _finite(value) for key, value in solution.items() if key != "theta"},
         "blocks": [{"kind": block.kind, "name": block.name, "start": block.start} for block in blocks],
     }
-    write_safetensors(path, tensors, {"laplace": json.dumps(content, allow_nan=False)})
+    write_safetensors(Path(path), tensors, {"laplace": json.dumps(content, allow_nan=False)})
 
 
 def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
@@ -90,7 +74,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
     foreign = [name for name in content["parameters"] if name not in known]
     if foreign:
         raise LaplaceFileError(f"{path} belongs to another network: this one has no parameters {foreign[:6]}")
-    options = Options(**content["options"])
+    options = Options(**_known(Options, content["options"]))
     likelihood = make_likelihood(content["likelihood"], content["likelihood_options"])
     if options.curvature == "last_layer":
         tangent: TangentModel = LastLayerModel(model, content["layer"], class_axis=likelihood.class_axis)
@@ -100,15 +84,15 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         raise LaplaceFileError(
             f"{path} was fitted at other weights than this network's; load its checkpoint, or fit again"
         )
-    device = next(model.parameters()).device
-    groups = _groups(content["groups"], tangent, tensors)
+    device, names = next(model.parameters()).device, content["groups"]
+    groups = PriorGroups(tangent.slots, {name: names[int(tensors[f"group_of.{name}"])] for name in tangent.names})
     blocks = tuple(_block(i, entry, tensors, device) for i, entry in enumerate(content["blocks"]))
     solution: dict[str, Any] = {key: math.nan if v is None else v for key, v in content["solution"].items()}
     return FittedLaplace.begin(
         tangent,
         likelihood,
         options,
-        FittedCurvature(blocks, Summary(**content["summary"]), groups, tuple(content["whole"])),
+        FittedCurvature(blocks, Summary(**_known(Summary, content["summary"])), groups, tuple(content["whole"])),
         prior=content["prior"],
         evaluate_at=content["evaluate_at"],
         log_precision=tensors["log_precision"],
@@ -117,27 +101,15 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=Mode(tensors["theta"].to(device), **solution),
         temperature=content["temperature"],
-        link_approx=content["link_approx"],
     )
-
-
-def _groups(names: Sequence[str] | None, tangent: TangentModel, tensors: Mapping[str, Tensor]) -> PriorGroups:
-    if names is None:  # every weight is one
-        return SingleWeights(tangent.slots)
-    return PriorGroups(tangent.slots, {name: names[int(tensors[f"group_of.{name}"])] for name in tangent.names})
 
 
 def _block(number: int, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> Block:
     prefix = f"block{number}."
     own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-    groups = own.pop("groups", None)
-    own = {name: t.to(device) for name, t in own.items()}
-    block = _KINDS[entry["kind"]](
-        entry["name"], entry["start"], torch.tensor(0, device="cpu") if groups is None else groups, **own
-    )
-    if groups is None:
-        block.groups = torch.arange(block.start, block.stop, device="cpu")
-    return block
+    groups = own.pop("groups")
+    moved = {name: t.to(device) for name, t in own.items()}
+    return _KINDS[entry["kind"]](entry["name"], entry["start"], groups, **moved)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -148,7 +120,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         content = json.loads(header.metadata.get("laplace", "{}"))
     except (FileError, json.JSONDecodeError) as error:
         raise LaplaceFileError(f"{path} cannot be read: {error}") from error
-    if content.get("format") != _FORMAT or content.get("version") != _VERSION:
+    if content.get("format") != _FORMAT or content.get("version") != _VERSION or content.get("groups") is None:
         raise LaplaceFileError(
             f"{path} holds no Laplace approximation of this version, {_FORMAT} {_VERSION}, but "
             f"{content.get('format')} {content.get('version')}: fit and save again"
@@ -159,6 +131,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return content, tensors
 
 
-def _finite(value: float) -> float | None:
+def _known(kind: Any, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a dataclass takes: older files have more, which a fit alone needs."""
+    return {field.name: content[field.name] for field in fields(kind) if field.name in content}
+
+
+def _finite(value: Any) -> Any:
     """JSON has neither NaN nor infinity."""
-    return value if math.isfinite(value) else None
+    return None if isinstance(value, float) and not math.isfinite(value) else value

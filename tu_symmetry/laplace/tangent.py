@@ -11,18 +11,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp, linearize, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
 from tu_symmetry._extras import load_forward_mode
-from tu_symmetry.laplace.inputs import arguments, batch_size, follows, mapped, rows_of, structure
-from tu_symmetry.laplace.outputs import as_outputs, check_outputs, in_own_shape, tensor_in
+from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of, structure
+from tu_symmetry.laplace.outputs import as_outputs, check_outputs, tensor_in
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -47,10 +47,7 @@ def select_parameters(model: nn.Module, wanted: Sequence[str] | None) -> tuple[s
     every = list(model.named_parameters(remove_duplicate=False))
     for name, p in every:
         if p.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device, where tensors have no values: load the weights first "
-                "(network.to_empty(device='cpu'), network.load_state_dict(...)); symmetries are found without values"
-            )
+            raise ValueError(f"{name} is on the meta device, where tensors have no values: load the weights first")
         if not torch.isfinite(p.detach()).all():
             raise ValueError(f"{name} holds NaN or infinite values; it comes from a diverged run or a damaged file")
     chosen = {id(p) for _, p in every if p.requires_grad and wanted is None}
@@ -70,8 +67,8 @@ def require_independent_samples(model: nn.Module) -> None:
         if isinstance(module, BATCH_NORMS) and module.running_mean is None:
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) has no running statistics: it normalizes by the "
-                "batch at hand, so that outputs of single samples have no Jacobian. Use track_running_stats=True, or "
-                "another normalization"
+                "batch at hand, so that single samples have no Jacobian. Use track_running_stats=True, or another "
+                "normalization"
             )
 
 
@@ -117,6 +114,15 @@ def full_precision(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def digest_of(state: Mapping[str, Tensor]) -> str:
+    """A digest of tensors and their names."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 class Linearization(NamedTuple):
     """The outputs on one batch, ``push``: vector -> ``J`` times it, and ``pull``: cotangent -> ``J^T`` times it."""
 
@@ -144,38 +150,33 @@ class TangentModel:
     joins = True
 
     def __init__(self, model: nn.Module, names: Sequence[str], *, class_axis: int | None = None) -> None:
-        self.model = model
-        self.class_axis = class_axis
-        self.names = tuple(names)
+        self.model, self.names, self.class_axis = model, tuple(names), class_axis
         self.slots: dict[str, Slot] = {}
         self.size = 0
         own = dict(model.named_parameters())
         for name in self.names:
             self.slots[name] = Slot(self.size, self.size + own[name].numel(), tuple(own[name].shape))
             self.size = self.slots[name].stop
-        self._forward_mode = True
-        self._vectorized = True
-        self._linearizes = True
+        self._forward_mode = self._vectorized = self._linearizes = True
         self._tried: set[Any] = set()  # structures of inputs that linearize was found right for
 
-    def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
-        """The same for other parameters, or for a copy of the network."""
-        return TangentModel(self.model if model is None else model, names, class_axis=self.class_axis)
+    def over(self, names: Sequence[str]) -> TangentModel:
+        """The same for other parameters."""
+        return TangentModel(self.model, names, class_axis=self.class_axis)
 
     def read(self, found: Any, batch: int) -> Tensor:
         """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
         return as_outputs(found, batch, self.class_axis)
 
     def checked(self, found: Any, batch: int) -> Tensor:
-        """What the network returned, as outputs ``[batch, outputs]`` or ``[batch, positions, outputs]``, all finite."""
+        """The same, all finite."""
         return check_outputs(found, batch, self.class_axis)
 
-    def in_own_shape(self, inputs: Any, values: Tensor) -> Tensor:
-        """Values ``[..., batch, positions, outputs]`` in the shape that the network itself gives its outputs."""
+    def own_shape(self, inputs: Any) -> torch.Size:
+        """The shape that the network itself gives the outputs of one sample, with the batch's axis."""
         with evaluating(self.model), torch.no_grad():
             args, kwargs = arguments(rows_of(inputs, slice(0, 1)))
-            found = self.model(*args, **kwargs)
-        return in_own_shape(values, tensor_in(found, self.class_axis).shape, self.class_axis)
+            return tensor_in(self.model(*args, **kwargs)).shape
 
     def point(self) -> Tensor:
         """The linearization point, ``[size]``."""
@@ -183,20 +184,12 @@ class TangentModel:
 
     def parameters(self) -> dict[str, Tensor]:
         """The chosen parameters by name, without gradient history; shared with the module."""
-        weights = self.weights()
-        return {name: weights[name] for name in self.names}
-
-    def weights(self) -> dict[str, Tensor]:
-        """All parameters, without gradient history; shared with the module."""
-        return {name: p.detach() for name, p in self.model.named_parameters()}
+        own = dict(self.model.named_parameters())
+        return {name: own[name].detach() for name in self.names}
 
     def fingerprint(self) -> str:
         """A digest of all parameters and buffers: two networks with the same one compute the same function."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return digest_of(self.state())
 
     def state(self) -> dict[str, Tensor]:
         """All parameters and persistent buffers, shared with the module."""
@@ -212,7 +205,7 @@ class TangentModel:
 
     def function(self, inputs: Any) -> Callable[[dict[str, Tensor]], Tensor]:
         """The outputs on ``inputs`` as a function of the chosen parameters."""
-        weights, (args, kwargs) = self.weights(), arguments(inputs)
+        weights, (args, kwargs) = {n: p.detach() for n, p in self.model.named_parameters()}, arguments(inputs)
 
         def outputs(parameters: dict[str, Tensor]) -> Tensor:
             found = functional_call(self.model, {**weights, **parameters}, args, kwargs)
@@ -222,7 +215,7 @@ class TangentModel:
 
     def outputs(self, inputs: Any) -> Tensor:
         """``f(x)`` at the linearization point, ``[batch, outputs]`` or ``[batch, positions, outputs]``."""
-        with torch.set_grad_enabled(follows(inputs)):
+        with torch.no_grad():
             return check_outputs(self.function(inputs)(self.parameters()), batch_size(inputs))
 
     def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +224,7 @@ class TangentModel:
         if self._forward_mode:
             load_forward_mode()
             try:
-                with torch.set_grad_enabled(follows(inputs)):
+                with torch.no_grad():
                     outputs, product = jvp(function, (point,), (direction,))[:2]
                 return check_outputs(outputs, batch_size(inputs)), product
             except NotImplementedError:  # an operator without forward-mode derivative (nn.LSTM, fused attention)
@@ -240,7 +233,7 @@ class TangentModel:
             outputs, pullback = vjp(function, point)[:2]
             push = vjp(lambda cotangent: pullback(cotangent)[0], torch.zeros_like(outputs))[1]
             (product,) = push(direction)
-        return check_outputs(_own(outputs, inputs), batch_size(inputs)), _own(product, inputs)
+        return check_outputs(outputs.detach(), batch_size(inputs)), product.detach()
 
     def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
         """The Jacobian times several flat vectors ``[count, size]``: ``[count, *outputs.shape]``.
@@ -250,13 +243,9 @@ class TangentModel:
         if self._forward_mode and self._vectorized and len(vectors) > 1:
             load_forward_mode()
             function, point = self.function(inputs), self.parameters()
-
-            def push(vector: Tensor) -> Tensor:
-                return jvp(function, (point,), (self.unflatten(vector),))[1]
-
             try:
-                with torch.set_grad_enabled(follows(inputs)):
-                    return vmap(push)(vectors)
+                with torch.no_grad():
+                    return vmap(lambda vector: jvp(function, (point,), (self.unflatten(vector),))[1])(vectors)
             except (RuntimeError, NotImplementedError):  # what jvp itself cannot do, it says below
                 self._vectorized = False
         return torch.stack([self.jvp(inputs, vector)[1] for vector in vectors])
@@ -264,9 +253,8 @@ class TangentModel:
     def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """The transposed Jacobian times a cotangent in the outputs' shape, summed over the batch: a flat vector."""
         with torch.enable_grad():
-            pullback = vjp(self.function(inputs), self.parameters())[1]
-            (gradient,) = pullback(cotangent)
-        return _own(self.flatten(gradient), inputs)
+            (gradient,) = vjp(self.function(inputs), self.parameters())[1](cotangent)
+        return self.flatten(gradient).detach()
 
     def linearize(self, inputs: Any) -> Linearization:
         """The network on a batch, run once for all products that follow.
@@ -275,7 +263,7 @@ class TangentModel:
         ``linearize`` gives wrong products for some (``nn.LSTM``): the first batch of a structure is tried on a few.
         """
         load_forward_mode()
-        function, point = self.function(inputs), self.parameters()
+        function, point, kind = self.function(inputs), self.parameters(), structure(inputs)
         with torch.enable_grad():
             outputs, pullback = vjp(function, point)[:2]
         outputs = check_outputs(outputs.detach(), batch_size(inputs))
@@ -286,30 +274,23 @@ class TangentModel:
         def again(vector: Tensor) -> Tensor:
             return self.jvp(inputs, vector)[1]
 
-        found = self._pushforward(function, point) if self._forward_mode and self._linearizes else None
-        kind = structure(inputs)
-        self._linearizes = found is not None and (kind in self._tried or self._agree(found, again))
-        if found is None or not self._linearizes:
-            return Linearization(outputs, again, pull)
-        self._tried.add(kind)
-        return Linearization(outputs, found, pull)
-
-    def _pushforward(
-        self, function: Callable[[dict[str, Tensor]], Tensor], point: dict[str, Tensor]
-    ) -> Callable[[Tensor], Tensor] | None:
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of torch's own about how it folds constants
-                pushforward = linearize(function, point)[1]
-        except (NotImplementedError, RuntimeError):
-            return None
-
         def push(vector: Tensor) -> Tensor:
             with torch.no_grad():
                 found: Tensor = pushforward(self.unflatten(vector))
             return found
 
-        return push
+        try:
+            if self._forward_mode and self._linearizes:
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of torch's own about how it folds constants
+                    pushforward = linearize(function, point)[1]
+                self._linearizes = kind in self._tried or self._agree(push, again)
+        except (NotImplementedError, RuntimeError):
+            self._linearizes = False
+        if not (self._forward_mode and self._linearizes):
+            return Linearization(outputs, again, pull)
+        self._tried.add(kind)
+        return Linearization(outputs, push, pull)
 
     def _agree(self, push: Callable[[Tensor], Tensor], again: Callable[[Tensor], Tensor]) -> bool:
         """Whether products are those of :meth:`jvp`, also in later calls."""
@@ -323,29 +304,27 @@ class TangentModel:
 
     def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
         """The transposed Jacobian of each sample times its own cotangent, ``[batch, size]``; for small batches."""
+        return self.gradients(inputs)(cotangent)
+
+    def gradients(self, inputs: Any) -> Callable[[Tensor], Tensor]:
+        """:meth:`sample_gradients` of one batch, for one cotangent after the other."""
         point = self.parameters()
 
         def one(row: Any, direction: Tensor) -> Tensor:
             pullback = vjp(self.function(mapped(lambda own: own.unsqueeze(0), row)), point)[1]
             return self.flatten(pullback(direction.unsqueeze(0))[0])
 
-        if self._vectorized:
-            try:
-                with torch.enable_grad():
-                    return _own(vmap(one)(inputs, cotangent), inputs)
-            except RuntimeError:  # an operator that cannot be vectorized; others fail again below
-                self._vectorized = False
-        rows = [slice(i, i + 1) for i in range(len(cotangent))]
-        return torch.stack([self.vjp(rows_of(inputs, row), cotangent[row]) for row in rows])
+        def each(cotangent: Tensor) -> Tensor:
+            if self._vectorized:
+                try:
+                    with torch.enable_grad():
+                        return vmap(one)(inputs, cotangent).detach()
+                except RuntimeError:  # an operator that cannot be vectorized; others fail again below
+                    self._vectorized = False
+            rows = [slice(i, i + 1) for i in range(len(cotangent))]
+            return torch.stack([self.vjp(rows_of(inputs, row), cotangent[row]) for row in rows])
 
-    def gradients(self, inputs: Any) -> Callable[[Tensor], Tensor]:
-        """:meth:`sample_gradients` of one batch, for one cotangent after the other."""
-        return partial(self.sample_gradients, inputs)
-
-
-def _own(found: Tensor, inputs: Any) -> Tensor:
-    """What was found, with a gradient history only where it is of the inputs."""
-    return found if follows(inputs) else found.detach()
+        return each
 
 
 def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
@@ -357,7 +336,7 @@ def jacobians(tangent: TangentModel, inputs: Any, shape: torch.Size) -> Tensor:
 
 
 class LastLayerModel(TangentModel):
-    """The same for the last linear layer alone, where the Jacobian is the layer's input: exact and without autograd."""
+    """The same for the last linear layer alone, whose input is the Jacobian: gradients of samples need no autograd."""
 
     def __init__(self, model: nn.Module, layer: str, *, class_axis: int | None = None) -> None:
         module = model.get_submodule(layer)
@@ -374,12 +353,6 @@ class LastLayerModel(TangentModel):
                 "(weight_norm). It has no closed form then; choose curvature='full' or 'diag' with parameters=[...]"
             )
         super().__init__(model, names, class_axis=class_axis)
-
-    def over(self, names: Sequence[str], model: nn.Module | None = None) -> TangentModel:
-        """The same for a copy of the network; of other parameters there is no closed form."""
-        if tuple(names) != self.names:
-            return super().over(names, model)
-        return LastLayerModel(self.model if model is None else model, self.layer, class_axis=self.class_axis)
 
     def features(self, inputs: Any) -> tuple[Tensor, Tensor]:
         """The layer's input ``[batch, ..., features]``, and the outputs, which have to be those of the layer."""
@@ -398,39 +371,8 @@ class LastLayerModel(TangentModel):
             )
         return seen[0][0], outputs
 
-    def linearize(self, inputs: Any) -> Linearization:
-        """The layer's inputs, which are its Jacobian."""
-        features, outputs = self.features(inputs)
-
-        def push(vector: Tensor) -> Tensor:
-            own = self.unflatten(vector)
-            return nn.functional.linear(features, own[self._weight], own.get(self._bias))
-
-        def pull(cotangent: Tensor) -> Tensor:
-            rows = cotangent.flatten(0, -2)
-            return self.flatten({self._weight: rows.T @ features.flatten(0, -2), self._bias: rows.sum(0)})
-
-        return Linearization(outputs, push, pull)
-
-    def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """Outputs, and the layer applied with the vector's weights."""
-        own = self.linearize(inputs)
-        return own.outputs, own.push(vector)
-
-    def jvps(self, inputs: Any, vectors: Tensor) -> Tensor:
-        """The layer applied with the weights of each vector."""
-        return torch.stack([*map(self.linearize(inputs).push, vectors)])
-
-    def vjp(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """Sum of the outer products of cotangents and features."""
-        return self.linearize(inputs).pull(cotangent)
-
-    def sample_gradients(self, inputs: Any, cotangent: Tensor) -> Tensor:
-        """Outer product of each sample's cotangent and features, summed over its positions."""
-        return self.gradients(inputs)(cotangent)
-
     def gradients(self, inputs: Any) -> Callable[[Tensor], Tensor]:
-        """The same for one cotangent after the other, from one pass of the network."""
+        """Outer products of each sample's cotangent and features, from one pass of the network."""
         features = self.features(inputs)[0]
         rows = features.reshape(len(features), -1, features.shape[-1])
 
@@ -452,14 +394,15 @@ def last_layer(model: nn.Module, inputs: Any = None, *, linear: bool = False) ->
     if linear:
         owners = [name for name in owners if isinstance(model.get_submodule(name), nn.Linear)]
     if not owners:
-        what = "nn.Linear layer" if linear else "parameters"
-        raise ValueError(f"the model has no {what}, so that there is no last layer with a closed form")
+        raise ValueError(
+            f"the model has no {'nn.Linear layer' if linear else 'parameters'}, so that there is no last layer"
+        )
     called = [] if inputs is None else _called(model, inputs)
     for name, output in reversed(called):
         if name not in owners:
             continue
-        inside = [other for other, _ in called if other != name and other.startswith(f"{name}." if name else "")]
-        if _equal(output, tensor_in(called[-1][1])) if linear else not set(inside) & set(owners):
+        inside = {other for other, _ in called if other != name and other.startswith(f"{name}." if name else "")}
+        if _equal(output, tensor_in(called[-1][1])) if linear else not inside & set(owners):
             return name
     return owners[-1]
 
@@ -470,17 +413,17 @@ def _equal(output: Tensor, other: Tensor) -> bool:
 
 def _called(model: nn.Module, inputs: Any) -> list[tuple[str, Any]]:
     """Modules with their outputs in the order in which they finish; the network itself, named ``""``, is last."""
+    names = {module: name for name, module in model.named_modules() if not isinstance(module, ParametrizationList)}
     seen: list[tuple[str, Any]] = []
-    handles = [
-        module.register_forward_hook(lambda _module, _args, output, name=name: seen.append((name, output)))
-        for name, module in model.named_modules()
-        if not isinstance(module, ParametrizationList)
-    ]
-    try:
-        with evaluating(model), torch.no_grad():
-            args, kwargs = arguments(inputs)
-            model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        if module in names:
+            seen.append((names[module], output))
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_hook(note).remove)
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.no_grad())
+        args, kwargs = arguments(inputs)
+        model(*args, **kwargs)
     return seen

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tu_symmetry.evaluation import evaluating
-from tu_symmetry.laplace.function_posterior import WeightSamples
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed, seeded
 from tu_symmetry.states import State, stack_states
@@ -166,8 +165,7 @@ def swag_draws(swag: Any, count: int, *, seed: int = 0) -> State:
 def laplace_draws(laplace: LinearizedLaplace, count: int, *, seed: int = 0) -> State:
     """Weights from a Laplace approximation, centered on the trained ones; what it leaves out stays as trained."""
     tangent = laplace.tangent
-    samples = WeightSamples(laplace.posterior, count, seed, tangent.point()[:1])
-    vectors = torch.cat(list(samples.chunks())) + tangent.point()
+    vectors = torch.cat(list(laplace.posterior.draws(count, seed))) + tangent.point()
     drawn = [tangent.unflatten(v) for v in vectors]
     return stack_states([{n: t.detach().clone() for n, t in (tangent.state() | d).items()} for d in drawn])
 

@@ -24,7 +24,7 @@ from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
 from tu_symmetry.experiments.study import Images, tracked
-from tu_symmetry.laplace.predictive import Drawer, tempered_predictives
+from tu_symmetry.laplace.function_posterior import tempered_predictives
 from tu_symmetry.laplace.report import LaplaceHurtsWarning
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
@@ -121,7 +121,7 @@ def _rows(work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[st
         warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it
         temperature = la.calibrate([held_out], num_samples=samples).temperature
     options: Any = {"num_samples": samples, "link_approx": "mc", "covariance": "auto", "seed": 0}
-    predict = partial(tempered_predictives, la.fitted, Drawer(), temperatures=[1.0, temperature], **options)
+    predict = partial(tempered_predictives, la.fitted, temperatures=[1.0, temperature], **options)
     plain, cooled = at_angles(predict)
     return {key: facts | plain, key + CALIBRATED: facts | {"temperature": temperature} | cooled}
 

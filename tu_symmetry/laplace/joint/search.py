@@ -22,7 +22,7 @@ from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.joint.data import TrainingData
 from tu_symmetry.laplace.joint.informative import Informative, choose, most_rows
-from tu_symmetry.laplace.mode import Mode, certificate
+from tu_symmetry.laplace.mode import Mode, duality_gap
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import normal
 
@@ -365,7 +365,7 @@ def joint_optimum(
         directions, norm = search.propose(point, gradient, mode_tolerance) if finite else ([], math.nan)
         if not math.isfinite(norm):
             raise ValueError("the tangent model's loss or gradient is not finite; are inputs and targets finite?")
-        gap = certificate(fitted.likelihood, gradient, search.precision(point))
+        gap = duality_gap(gradient, search.precision(point))
         if progress is not None:
             found = {"objective": point.value, "gradient_norm": norm, "wanted": mode_tolerance, "gap": gap}
             progress({"stage": "evidence", "iteration": iteration, "change": change, **found})
