@@ -139,7 +139,7 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
     parts = []
     for inputs, labels in zip(x.split(500), y.split(500), strict=True):
         found = tempered_predictives(
-            la.fitted, inputs, temperatures,
+            la.fitted, inputs, [(temperature, 1.0) for temperature in temperatures],
             num_samples=100, link_approx="mc", covariance="auto", seed=0,
         )  # fmt: skip
         parts.append(torch.stack([la.likelihood.nll(p, la.likelihood.observed(p, labels)) for p in found]))

@@ -51,7 +51,7 @@ def fitted(validation: bool = True, model: nn.Module | None = None, **options: A
 
 def calibration(nll: float, error: float, temperature: float = 1.0) -> Calibration:
     own = Quality(nll)
-    return Calibration(temperature, 100, Quality(1.0), own, own, standard_error=error)
+    return Calibration(temperature, 1.0, 100, Quality(1.0), Quality(1.0), own, own, standard_error=error)
 
 
 def test_without_a_limit_all_are_fitted_as_by_hand(caplog: pytest.LogCaptureFixture) -> None:

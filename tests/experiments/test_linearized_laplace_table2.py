@@ -9,12 +9,12 @@ import pytest
 import torch
 from recipe_runs import commands_of, plant_images, run_table
 from torch.func import functional_call
+from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, KroneckerWork, StoredJacobian, read_choices
 
 from tu_symmetry.datamodules import CIFARDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace import CNN, KroneckerSettings, Trained, optimize_kronecker_evidence
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
-from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, KroneckerWork, StoredJacobian, read_choices
 from tu_symmetry.experiments.linearized_laplace.rows import Choice, title_of
 from tu_symmetry.experiments.rebasin import ResNet
 from tu_symmetry.experiments.study import Images

@@ -120,7 +120,7 @@ def choose(fits: Sequence[Fit], standard_errors: float) -> Fit:
     """The first that no later one surely beats on held-out data; the first of all where nothing was judged.
 
     One surely beats another where its calibrated NLL is lower by more than so many standard errors of the difference,
-    which are taken as if the two gains over the network were independent.
+    which are taken as if the two gains over the scaled network were independent.
     """
     chosen = cheapest(fits)
     for other in fits[fits.index(chosen) + 1 :]:
@@ -143,14 +143,12 @@ def describe(fits: Sequence[Fit], chosen: Fit, standard_errors: float) -> str:
         elif found is None:
             text = f"{duration(fit.seconds)}"
         elif found.temperature == 0:
-            text = (
-                f"{duration(fit.seconds)}, NLL {found.network.nll:.4f}: the network's own, for no temperature is better"
-            )
+            text = f"{duration(fit.seconds)}, NLL {found.scaled.nll:.4f}, without a posterior: none is surely better"
         else:
-            gain = found.network.nll - found.calibrated.nll
+            gain = found.scaled.nll - found.calibrated.nll
             text = (
                 f"{duration(fit.seconds)}, NLL {found.calibrated.nll:.4f}, "
-                f"{gain:.4f} below the network's (standard error {found.standard_error:.4f})"
+                f"{gain:.4f} below the scaled network's (standard error {found.standard_error:.4f})"
             )
         lines.append(f"  {fit.name}: {text}")
     fitted = [fit for fit in fits if fit.laplace is not None]

@@ -74,6 +74,10 @@ def attach(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) ->
     for module in pl_module.modules():
         if isinstance(module, LaplaceUser):
             module.attach_laplace(_own(module, laplaces) if laplaces else None)
+        if callable(
+            connect := getattr(module, "connect", None)
+        ):  # a criterion that asks what the routine predicts with
+            connect(getattr(pl_module, "post_processing", None))
 
 
 def require_own(pl_module: LightningModule, laplaces: Sequence[LinearizedLaplace]) -> None:
@@ -144,7 +148,7 @@ def log_scalars(
         "noise_variance": [la.noise_variance for la in laplaces if la.likelihood.noisy],
         "temperature": [calibration.temperature for calibration in calibrations],
     }
-    for name in ("network", "evidence", "calibrated"):
+    for name in ("network", "scaled", "evidence", "calibrated"):
         found[f"held_out/{name}/nll"] = [getattr(c, name).nll for c in calibrations if c.held_out]
     scalars = {f"laplace/{name}": sum(values) / len(values) for name, values in found.items() if values}
     for logger in trainer.loggers:

@@ -1,7 +1,7 @@
-"""How far to trust a posterior: its temperature, chosen on held-out data.
+"""How far to trust a network and its posterior: sharpness and temperature, chosen on held-out data.
 
-With temperature ``T`` the outputs have the covariance ``T J Sigma J^T``, so that one pass over the held-out data serves
-all temperatures. ``T = 1`` is the posterior of the evidence, ``T = 0`` the network itself.
+With temperature ``T`` the outputs have the covariance ``T J Sigma J^T``; with sharpness ``s`` the likelihood is raised
+to that power. ``T = s = 1`` is the posterior of the evidence, ``T = 0`` the network itself, whose logits ``s`` scales.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.function_posterior import tempered_predictives
 from tu_symmetry.laplace.tangent import evaluating
 
+SHARPNESSES = (1.0, *(10 ** (i / 20) for i in range(-20, 21) if i))  # 1, and 0.1 to 10
 TEMPERATURES = (0.0, *(10 ** (i / 4) for i in range(-24, 9)))  # 0, and 1e-6 to 100 in quarters of a decade
 
 
@@ -75,8 +76,10 @@ class Judged:
         return min(range(len(found)), key=lambda i: (math.isnan(found[i]), float(found[i])))
 
 
-def judge(fitted: FittedLaplace, loader: Iterable[Any], temperatures: list[float], **options: Any) -> Judged:
-    """The predictions of held-out data at every temperature, with the ``options`` of predictions."""
+def judge(
+    fitted: FittedLaplace, loader: Iterable[Any], candidates: list[tuple[float, float]], **options: Any
+) -> Judged:
+    """The predictions of held-out data at every temperature and sharpness, with the ``options`` of predictions."""
     likelihood, device = fitted.likelihood, fitted.tangent.point().device
     nll: list[Tensor] = []
     observations: list[Tensor] = []
@@ -84,7 +87,7 @@ def judge(fitted: FittedLaplace, loader: Iterable[Any], temperatures: list[float
         for inputs, targets in batches(loader, device):
             with evaluating(fitted.model):
                 observed = likelihood.observed(fitted.tangent.outputs(inputs), targets)
-            found, count = tempered_predictives(fitted, inputs, temperatures, **options), len(observed)
+            found, count = tempered_predictives(fitted, inputs, candidates, **options), len(observed)
             nll.append(torch.stack([likelihood.nll(p, observed).reshape(count, -1).sum(1) for p in found]))
             observations.append(likelihood.present(observed).reshape(count, -1).sum(1).double())
     return Judged(torch.cat(nll, 1), torch.cat(observations))

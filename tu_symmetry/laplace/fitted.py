@@ -53,6 +53,7 @@ class FittedLaplace:
         noise_variance: the variance of a regression's noise (1 for another likelihood).
         noise_fixed: whether the noise variance was given.
         temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
+        sharpness: power of the likelihood in predictions: logits times it, the noise's variance over it.
     """
 
     tangent: TangentModel
@@ -69,6 +70,7 @@ class FittedLaplace:
     noise_fixed: bool = False
     hyperprior: Hyperprior = FLAT
     temperature: float = 1.0
+    sharpness: float = 1.0
 
     @classmethod
     def begin(
@@ -179,8 +181,8 @@ class FittedLaplace:
         return found.with_theta(self.theta) if self.evaluate_at == "tangent_mode" else found
 
     def uncalibrated(self) -> FittedLaplace:
-        """The same at temperature 1."""
-        return replace(self, temperature=1.0)
+        """The same at temperature and sharpness 1."""
+        return replace(self, temperature=1.0, sharpness=1.0)
 
     def with_solution(self, solution: Mode) -> FittedLaplace:
         """Other weights that the evidence is evaluated at."""

@@ -265,18 +265,18 @@ def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
 def tempered_predictives(
     fitted: FittedLaplace,
     inputs: Any,
-    temperatures: Sequence[float],
+    candidates: Sequence[tuple[float, float]],
     *,
     num_samples: int,
     link_approx: LinkApprox,
     covariance: Covariance,
     seed: int,
 ) -> list[Any]:
-    """The predictive of one batch at several temperatures, from the same covariances or samples."""
+    """The predictive of one batch at several temperatures and sharpnesses, from the same covariances or samples."""
     likelihood = fitted.likelihood
     deviations: Tensor | None = None
     sampled = not likelihood.noisy and link_approx == "mc"
-    if not any(temperatures):
+    if not any(temperature for temperature, _ in candidates):
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)
         variance = torch.zeros_like(mean)
@@ -290,5 +290,6 @@ def tempered_predictives(
         variance = changes.square().mean(0)
         deviations = changes if sampled else None
     return [
-        likelihood.predict(mean, variance, deviations, temperature=t, noise=fitted.noise_variance) for t in temperatures
+        likelihood.predict(mean, variance, deviations, temperature=t, sharpness=s, noise=fitted.noise_variance)
+        for t, s in candidates
     ]

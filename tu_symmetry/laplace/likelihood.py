@@ -143,7 +143,14 @@ class Likelihood(ABC):
         """What the outputs of one function predict: probabilities, or the outputs themselves."""
 
     def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        deviations: Tensor | None,
+        *,
+        temperature: float,
+        sharpness: float,
+        noise: float,
     ) -> Any:
         """The predictive, from Gaussian outputs.
 
@@ -153,13 +160,23 @@ class Likelihood(ABC):
             deviations: samples ``[samples, *outputs.shape]`` of the outputs less their mean, or None for MacKay's
                 closed form ``f / sqrt(1 + pi/8 var)``.
             temperature: factor of the variance; at 0 the prediction is exactly the network's own.
+            sharpness: the power of the likelihood: logits times it, the noise's variance over it.
             noise: variance of the noise.
         """
         if temperature == 0:
-            return self.of_function(mean)
+            return self.of_function(sharpness * mean)
         if deviations is None:
-            return self.of_function(mean / (1 + math.pi / 8 * (temperature * variance)).sqrt())
-        return self.of_function(mean + temperature**0.5 * deviations).mean(0)
+            return self.of_function(sharpness * mean / (1 + math.pi / 8 * sharpness**2 * temperature * variance).sqrt())
+        return self.of_function(sharpness * (mean + temperature**0.5 * deviations)).mean(0)
+
+    def disagreement(self, outputs: Tensor) -> Tensor:
+        """Mutual information of labels (nats), or variance of means, of ``[samples, batch, ..., outputs]``."""
+        if self.noisy:
+            return outputs.var(0, correction=0).mean(-1)
+        p = self.of_function(outputs).double()
+        p = p if self.name == "classification" else torch.stack([p, 1 - p], -1)
+        found = torch.special.entr(p.mean(0)).sum(-1) - torch.special.entr(p).sum(-1).mean(0)
+        return found if self.name == "classification" else found.sum(-1)
 
     @abstractmethod
     def nll(self, prediction: Any, observed: Tensor) -> Tensor:
@@ -450,11 +467,18 @@ class Gaussian(Likelihood):
         return outputs
 
     def predict(
-        self, mean: Tensor, variance: Tensor, deviations: Tensor | None, *, temperature: float, noise: float
+        self,
+        mean: Tensor,
+        variance: Tensor,
+        deviations: Tensor | None,
+        *,
+        temperature: float,
+        sharpness: float,
+        noise: float,
     ) -> GaussianPredictive:
         """Mean and variances."""
         epistemic = temperature * variance
-        return GaussianPredictive(mean, epistemic + noise, epistemic)
+        return GaussianPredictive(mean, epistemic + noise / sharpness, epistemic)
 
     def nll(self, prediction: GaussianPredictive, observed: Tensor) -> Tensor:
         """The negative log-likelihood of every output."""

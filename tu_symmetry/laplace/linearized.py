@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace import function_posterior, interop, storage
 from tu_symmetry.laplace.blocks import Posterior
-from tu_symmetry.laplace.calibration import TEMPERATURES, judge
+from tu_symmetry.laplace.calibration import SHARPNESSES, TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
     DENSE_LIMIT,
@@ -286,6 +286,11 @@ class LinearizedLaplace:
         return self.fitted.temperature
 
     @property
+    def sharpness(self) -> float:
+        """Power of the likelihood in predictions (logits times it, noise over it): 1, or what calibrate has chosen."""
+        return self.fitted.sharpness
+
+    @property
     def posterior(self) -> Posterior:
         """The Gaussian over the weights (its mean is the linearization point)."""
         return self.fitted.posterior
@@ -396,11 +401,15 @@ class LinearizedLaplace:
         seed: int = 0,
         held_out: bool = True,
         standard_errors: float = 0.0,
+        sharpen: bool = True,
     ) -> Calibration:
-        """Choose the temperature, a factor of the posterior covariance in predictions, by the NLL on held-out data.
+        """Choose the temperature of the posterior, and the sharpness of the likelihood, by the NLL on held-out data.
 
-        Candidates are 0, the network itself, so that predictions on these data are never worse than the network's, 1,
-        the posterior of the evidence, and 1e-6 to 100 in quarters of a decade. Other precisions put it back to 1.
+        The temperature multiplies the posterior covariance: 0 is the network itself, 1 the posterior of the evidence,
+        others are 1e-6 to 100 in quarters of a decade. The sharpness multiplies logits, and divides the variance of a
+        regression's noise: that of the network alone is chosen first (temperature scaling, Guo et al. 2017), and the
+        temperature then at this one and at 1, so that predictions on these data are never worse than those of the
+        network, its logits scaled. Precisions and evidence stay as they are. Other precisions put both back to 1.
 
         Args:
             validation_loader: batches ``(inputs, targets)`` that the network was not trained on. One pass.
@@ -409,8 +418,10 @@ class LinearizedLaplace:
             covariance: likewise.
             seed: likewise.
             held_out: False where the network was trained on these data, on which it looks better than it is.
-            standard_errors: 0 for the temperature that is best on these data; else that of the highest gain over the
-                network less so many standard errors of it, which hardly ever makes a network worse on other data.
+            standard_errors: 0 for what is best on these data; else for what gains most over the network (a temperature:
+                over the scaled network) less so many standard errors, which hardly ever makes a network worse on
+                other data.
+            sharpen: False to leave the likelihood as it is, and choose the temperature alone.
 
         Warns:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
@@ -420,23 +431,31 @@ class LinearizedLaplace:
         check_link_approx(link_approx)
         if not 0 <= standard_errors < math.inf:
             raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
-        candidates = sorted({1.0, *TEMPERATURES})
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
-        judged = judge(fitted, validation_loader, candidates, link_approx=link_approx, **options)
-        qualities = [Quality(mean) for mean in judged.means.tolist()]
-        if not math.isfinite(qualities[0].nll):
+        options["link_approx"] = link_approx
+        alone = [(0.0, s) for s in (SHARPNESSES if sharpen else (1.0,))]
+        plain = judge(fitted, validation_loader, alone, **options)
+        if not bool(plain.means[0].isfinite()):
             raise ValueError("the NLL of the network itself is not finite on these data")
+        own = alone[plain.choose(standard_errors)]
+        temperatures = [t for t in sorted({1.0, *TEMPERATURES}) if t]
+        candidates = [own, *((t, s) for s in dict.fromkeys((own[1], 1.0)) for t in temperatures)]
+        judged = judge(fitted, validation_loader, candidates, **options)
+        qualities = [Quality(mean) for mean in judged.means.tolist()]
         best = judged.choose(standard_errors)
+        temperature, sharpness = candidates[best]
         found = Calibration(
-            temperature=candidates[best],
+            temperature=temperature,
+            sharpness=sharpness,
             samples=judged.samples,
-            network=qualities[0],
-            evidence=qualities[candidates.index(1.0)],
+            network=Quality(float(plain.means[0])),
+            scaled=qualities[0],
+            evidence=qualities[candidates.index((1.0, 1.0))],
             calibrated=qualities[best],
             held_out=held_out,
             standard_error=float(judged.errors[best]),
         )
-        self._fitted = replace(fitted, temperature=candidates[best])
+        self._fitted = replace(fitted, temperature=temperature, sharpness=sharpness)
         if held_out:
             warn_if_it_hurts(found, stacklevel=4)
         return found
@@ -490,12 +509,28 @@ class LinearizedLaplace:
         if covariance not in get_args(Covariance):
             raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
         if joint:
-            found = fitted.likelihood.of_function(self._samples(inputs, num_samples, seed))
+            scale = 1.0 if fitted.likelihood.noisy else fitted.sharpness
+            found = fitted.likelihood.of_function(scale * self._samples(inputs, num_samples, seed))
             return in_own_shape(fitted, inputs, found)
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
-        temperatures = [fitted.temperature]
-        (found,) = tempered_predictives(fitted, inputs, temperatures, link_approx=link_approx, **options)
+        chosen = [(fitted.temperature, fitted.sharpness)]
+        (found,) = tempered_predictives(fitted, inputs, chosen, link_approx=link_approx, **options)
         return in_own_shape(fitted, inputs, found)
+
+    @_apart
+    def epistemic(self, inputs: Any, *, num_samples: int = 100, seed: int = 0) -> Tensor:
+        """How much the posterior leaves open at every input, by the evidence, whatever :meth:`calibrate` has chosen.
+
+        Higher is less known: a score for out-of-distribution detection, also where the temperature is 0.
+
+        Returns:
+            Of a classification the mutual information of label and weights (nats; Houlsby et al., arXiv 1112.5745),
+            ``[batch]`` (``[batch, positions]`` of several), of a regression the variance of the function, ``[batch]``:
+            the mean over outputs.
+        """
+        batch = self._on_device(inputs)
+        outputs, changes = function_posterior.function_samples(self.fitted, batch, num_samples, seed)
+        return self.fitted.likelihood.disagreement(outputs + changes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""

@@ -41,16 +41,21 @@ class Calibration:
 
     Attributes:
         samples: those of the held-out data, over all processes.
-        network: quality of the network itself (temperature 0).
-        evidence: quality of the posterior whose precisions the evidence chose (temperature 1).
-        calibrated: quality at the temperature that was chosen.
+        sharpness: that of the calibrated predictions.
+        network: quality of the network itself.
+        scaled: quality of the network with the sharpness that is best without a posterior (temperature scaling).
+        evidence: quality of the posterior whose precisions the evidence chose, without calibration.
+        calibrated: quality at the temperature and sharpness that were chosen.
         held_out: whether the network was not trained on these data.
-        standard_error: that of the difference between the NLLs of the calibrated posterior and of the network (nats).
+        standard_error: that of the difference between the NLLs of the calibrated posterior and of the scaled network
+            (nats).
     """
 
     temperature: float
+    sharpness: float
     samples: int
     network: Quality
+    scaled: Quality
     evidence: Quality
     calibrated: Quality
     held_out: bool = True
@@ -65,14 +70,15 @@ class Calibration:
         head = f"on {self.samples} {'held-out' if self.held_out else 'training'} samples"
         rows = {
             "network": self.network,
+            "network, scaled": self.scaled,
             "Laplace, by the evidence": self.evidence,
-            f"Laplace, temperature {self.temperature:.3g}": self.calibrated,
+            f"Laplace, temperature {self.temperature:.3g}, sharpness {self.sharpness:.3g}": self.calibrated,
         }
         width = max(map(len, (head, *rows)))
         lines = [f"{head:{width}}   NLL", *(f"{name:{width}}   {found.nll:.4f}" for name, found in rows.items())]
         if self.temperature > 0 and not math.isnan(self.standard_error):
-            gain = self.network.nll - self.calibrated.nll
-            lines.append(f"gain over the network: {gain:.2g} nats, standard error {self.standard_error:.2g}")
+            gain = self.scaled.nll - self.calibrated.nll
+            lines.append(f"gain over the scaled network: {gain:.2g} nats, standard error {self.standard_error:.2g}")
         return "\n".join(lines)
 
 

@@ -27,7 +27,7 @@ from tu_symmetry.laplace.mode import Mode
 from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, digest_of
 
 _FORMAT = "tu_symmetry.laplace"
-_VERSION = 6
+_VERSION = 7
 _KINDS: dict[str, type[Block]] = {kind.kind: kind for kind in (KroneckerBlock, DenseBlock, DiagonalBlock, CoupledBlock)}
 
 
@@ -58,6 +58,7 @@ def save(fitted: FittedLaplace, path: str | os.PathLike[str]) -> None:
         "noise_variance": fitted.noise_variance,
         "noise_fixed": fitted.noise_fixed,
         "temperature": fitted.temperature,
+        "sharpness": fitted.sharpness,
         "hyperprior": {key: _finite(value) for key, value in asdict(fitted.hyperprior).items()},
         "summary": asdict(fitted.summary),
         "solution": {key: _finite(value) for key, value in solution.items() if key != "theta"},
@@ -101,6 +102,7 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> FittedLaplace:
         hyperprior=Hyperprior(**{key: math.inf if v is None else v for key, v in content["hyperprior"].items()}),
         solution=Mode(tensors["theta"].to(device), **solution),
         temperature=content["temperature"],
+        sharpness=content["sharpness"],
     )
 
 

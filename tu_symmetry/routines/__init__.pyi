@@ -1,3 +1,4 @@
+from .criterion import EpistemicCriterion as EpistemicCriterion
 from .deep_image_prior import DeepImagePriorRoutine as DeepImagePriorRoutine
 from .deep_image_prior import Reconstructions as Reconstructions
 from .ensembles import posterior_ensemble as posterior_ensemble

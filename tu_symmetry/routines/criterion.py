@@ -7,7 +7,6 @@ import math
 from torch import Tensor
 
 from tu_symmetry._extras import scripting_unsaid
-from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.routines.laplace import LaplacePostProcessing
 
 with scripting_unsaid():
@@ -27,16 +26,18 @@ class EpistemicCriterion(TUOODCriterion):
 
     def connect(self, post_processing: LaplacePostProcessing) -> None:
         """Score the batches that this post-processing predicts."""
+        if not isinstance(post_processing, LaplacePostProcessing):
+            raise ValueError("EpistemicCriterion needs a routine with post_processing=LaplacePostProcessing()")
         self.__dict__["_source"] = post_processing  # which the routine registers itself
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Scores ``[batch]`` of the batch whose probabilities ``[batch, classes]`` these are."""
-        laplace: LinearizedLaplace | None = None if self._source is None else self._source.laplace
-        batch = None if self._source is None else self._source.last_inputs
-        if self._source is None or laplace is None or batch is None or len(batch) != len(inputs):
+        source = self._source
+        batch = None if source is None else source.last_inputs
+        if source is None or source.laplace is None or batch is None or len(batch) != len(inputs):
             raise RuntimeError(
                 "EpistemicCriterion scores what a LaplacePostProcessing has just predicted: give the routine "
                 "post_processing=LaplacePostProcessing(), and the trainer FitLaplace (or call connect)"
             )
-        found = laplace.epistemic(batch, num_samples=self._source.num_samples, seed=self._source.seed)
+        found = source.laplace.epistemic(batch, num_samples=source.num_samples, seed=source.seed)
         return (found / math.log(inputs.shape[-1])).clamp(0, 1)

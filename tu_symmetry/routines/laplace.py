@@ -30,7 +30,8 @@ class LaplacePostProcessing(PostProcessing):
 
     The routine's metrics ``test/post/...`` are those of the predictive. It returns *log-probabilities*, to which the
     routine applies a softmax. For OOD scores of the predictive pass ``ood_criterion="post_processing"`` to the routine;
-    for mutual information use :class:`LaplaceEnsemble`. Checkpoints hold the network's weights once.
+    for what the posterior leaves open :class:`~tu_symmetry.routines.EpistemicCriterion`. Checkpoints hold the network's
+    weights once.
 
     Args:
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
@@ -49,6 +50,7 @@ class LaplacePostProcessing(PostProcessing):
         super().__init__()
         check_link_approx(link_approx)
         self.num_samples, self.link_approx, self.covariance, self.seed = num_samples, link_approx, covariance, seed
+        self.last_inputs: Tensor | None = None
         self.attach_laplace(laplace)
 
     @property
@@ -83,6 +85,7 @@ class LaplacePostProcessing(PostProcessing):
         """Log-probabilities ``[batch, classes]`` of the predictive distribution."""
         if self.laplace is None:
             raise RuntimeError(_MISSING)
+        self.last_inputs = inputs
         with torch.autocast(inputs.device.type, enabled=False):
             probabilities: Tensor = self.laplace.predictive(inputs, **self.predictive_options)
         return probabilities.log()
@@ -139,7 +142,8 @@ class LaplaceEnsemble(nn.Module):
         if self.laplace is None:
             raise RuntimeError(_MISSING)
         with torch.autocast(x.device.type, enabled=False):
-            return self.laplace.function_samples(x, self.num_samples, seed=self.seed).flatten(0, 1)
+            samples = self.laplace.function_samples(x, self.num_samples, seed=self.seed).flatten(0, 1)
+        return samples if self.laplace.likelihood.noisy else self.laplace.sharpness * samples
 
 
 def _require_part(laplace: LinearizedLaplace, model: nn.Module) -> None:

@@ -119,9 +119,9 @@ def _rows(work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[st
     facts = {"converged": result.converged, "groups": groups_of(la)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it
-        temperature = la.calibrate([held_out], num_samples=samples).temperature
+        temperature = la.calibrate([held_out], num_samples=samples, sharpen=False).temperature
     options: Any = {"num_samples": samples, "link_approx": "mc", "covariance": "auto", "seed": 0}
-    predict = partial(tempered_predictives, la.fitted, temperatures=[1.0, temperature], **options)
+    predict = partial(tempered_predictives, la.fitted, candidates=[(1.0, 1.0), (temperature, 1.0)], **options)
     plain, cooled = at_angles(predict)
     return {key: facts | plain, key + CALIBRATED: facts | {"temperature": temperature} | cooled}
 
