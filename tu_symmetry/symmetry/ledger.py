@@ -359,7 +359,6 @@ class Ledger:
         return self.rescale(value, (*terms, (1.0, self.fresh_variables(shape))))
 
     def _units_of(self, name: str, axis: int, shape: tuple[int, ...]) -> Array:
-        """New units of a parameter's axis."""
         units = self.fresh_units(math.prod(shape))
         self._origins.append((self.units - len(units), self.units, name, axis))
         return units.reshape(shape)
@@ -431,7 +430,6 @@ class Ledger:
 
 
 def _in_order(components: list[Array], like: list[Array]) -> list[Array]:
-    """The components of a factored axis in the order in which others split its positions into the same parts."""
     if all(x.shape == y.shape and np.array_equal(x, y) for x, y in zip(components, like, strict=True)):
         return components
     found = {_parts(component): component for component in components}
@@ -440,6 +438,5 @@ def _in_order(components: list[Array], like: list[Array]) -> list[Array]:
 
 
 def _parts(component: Array) -> bytes:
-    """Which positions hold the same entry, whatever it is."""
     _, first, inverse = np.unique(component, return_index=True, return_inverse=True)
     return first[inverse.reshape(-1)].astype(np.int64).tobytes()

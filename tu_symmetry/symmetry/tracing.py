@@ -223,7 +223,6 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
 def _enter(
     name: str, tensor: Tensor, node: torch.fx.Node, live: bool, constants: dict[str, Tensor]
 ) -> Parameter | Tensor:
-    """What stands for a tensor of the state dict: a parameter, or a constant that is read by value."""
     continuous = is_continuous(tensor)
     if tensor.layout == torch.strided and (continuous or enters_as_data(node)):
         return Parameter(name, tuple(tensor.shape), continuous, isinstance(tensor, nn.Parameter))

@@ -426,7 +426,6 @@ def _simplify(ledger: Ledger, components: list[Array]) -> Label:
 
 
 def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
-    """Record the block of each unit, which is left out of a label because the unit tells it."""
     if units is not blocks:
         x, y = (z.reshape(-1) for z in np.broadcast_arrays(units, blocks))
         both = (x >= 0) & (y >= 0)
@@ -457,7 +456,6 @@ def _join(arrays: Sequence[Array], axis: int, origins: Sequence[int] | None = No
 
 
 def _determines(a: Array, b: Array) -> bool:
-    """Whether b is a function of a, entry by entry, on the units of both."""
     x, y = (z.reshape(-1) for z in np.broadcast_arrays(a, b))
     if (x < 0).any():
         return False

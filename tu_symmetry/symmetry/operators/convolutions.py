@@ -83,7 +83,6 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
-    """A convolution with a kernel of one: a linear map of the channels at each position, which may move."""
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
     kernel = _as_free(call, weight, views.reshape(call.ledger, weight, weight.shape[:2]))
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
@@ -149,7 +148,6 @@ def _sample(call: Call) -> list[Value]:
 
 @register_rule("col2im")
 def _fold(call: Call) -> Value:
-    """Channels times kernel positions by windows, summed into an image."""
     ledger, value, taps = call.ledger, call["self"], math.prod(call["kernel_size"])
     value = views.at_first(ledger, views.mix(ledger, value, value.ndim - 1, "spatial position"), value.ndim - 1)
     *lead, rows = value.shape

@@ -41,7 +41,7 @@ def _positions(call: Call, axis: int) -> Array:
     """The positions along an axis that the operator takes, which it shows on their numbers."""
     value, *given = call.arguments.values()
     numbers = torch.arange(value.shape[axis], device="cpu").reshape([-1 if k == axis else 1 for k in range(value.ndim)])
-    return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()  # type: ignore[no-any-return]
+    return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()
 
 
 @register_rule("broadcast_tensors")
@@ -52,7 +52,6 @@ def _expand(call: Call) -> list[Value]:
 
 @register_rule("repeat", "tile", "repeat_interleave", traits=("moves",))
 def _repeat(call: Call) -> Value:
-    """Copies along axes: their order does not matter."""
     value: Value = call["self"]
     ledger = call.ledger
     if call.name == "repeat_interleave":
@@ -75,7 +74,6 @@ def _repeat(call: Call) -> Value:
 
 @register_rule("diagonal", "diagonal_copy", "linalg_diagonal", "trace")
 def _diagonal(call: Call) -> Value:
-    """Entries whose positions along two axes go together; ``trace`` sums them up."""
     value: Value = call.get("self", call.get("A"))
     first, second = (-2, -1) if call.name == "linalg_diagonal" else (0, 1)
     first, second = call.get("dim1", first) % value.ndim, call.get("dim2", second) % value.ndim
@@ -164,7 +162,6 @@ def _slice(call: Call) -> Value:
 
 @register_rule("flip", "fliplr", "flipud", "roll", "rot90", traits=("moves",))
 def _turn(call: Call) -> Value:
-    """Positions in another order: backwards, or rolled."""
     if call.name == "roll" and not call.get("dims"):  # as if there were one axis
         return unknown(call)
     value = call["self"]
