@@ -92,23 +92,17 @@ vector("conv, depthwise", lambda m, h, g: m.n(h), lambda a, b, c: nn.Conv1d(b, b
 vector("lstm", lambda m, h, g: m.n(h)[0], lambda a, b, c: nn.LSTM(c, c, batch_first=True))
 vector("gru", lambda m, h, g: m.n(h)[0], lambda a, b, c: nn.GRU(c, c))
 vector("gru, from a state", lambda m, h, g: m.n(h, g[:1].contiguous())[0], lambda a, b, c: nn.GRU(c, c))
-vector(
-    "gru cell", lambda m, h, g: m.n(h.flatten(0, 1), g.flatten(0, 1)).view(h.shape), lambda a, b, c: nn.GRUCell(c, c)
-)
+vector("gru cell", lambda m, h, g: m.n(h.flatten(0, 1), g.flatten(0, 1)).view(h.shape),
+       lambda a, b, c: nn.GRUCell(c, c))  # fmt: skip
 vector("baddbmm", lambda m, h, g: torch.baddbmm(h, m.n, h), lambda a, b, c: weight(a, b, b))
 vector("bmm with a weight", lambda m, h, g: torch.bmm(h, m.n), lambda a, b, c: weight(a, c, c))
 vector("bmm with a view", lambda m, h, g: torch.bmm(h, m.n.transpose(1, 2)), lambda a, b, c: weight(a, c, c))
 vector("einsum in blocks", lambda m, h, g: torch.einsum("abc,bcd->abd", h, m.n), lambda a, b, c: weight(b, c, c))
-vector(
-    "einsum over both",
-    lambda m, h, g: torch.einsum("abc,dbc->abd", h, m.n)[..., :1] * h,
-    lambda a, b, c: weight(5, b, c),
-)
-vector(
-    "copies, one weight each",
-    lambda m, h, g: torch.bmm(h.reshape(1, -1, h.shape[-1]).repeat(3, 1, 1), m.n).sum(0).view(h.shape),
-    lambda a, b, c: weight(3, c, c),
-)
+vector("einsum over both", lambda m, h, g: torch.einsum("abc,dbc->abd", h, m.n)[..., :1] * h,
+       lambda a, b, c: weight(5, b, c))  # fmt: skip
+vector("copies, one weight each",
+       lambda m, h, g: torch.bmm(h.reshape(1, -1, h.shape[-1]).repeat(3, 1, 1), m.n).sum(0).view(h.shape),
+       lambda a, b, c: weight(3, c, c))  # fmt: skip
 
 # products and attention
 vector("attention", lambda m, h, g: F.scaled_dot_product_attention(h, g, h))
@@ -178,19 +172,13 @@ image("mean of positions", lambda m, h, g: h.mean((2, 3)))
 image("mean of channels", lambda m, h, g: h.mean(1))
 image("largest of samples", lambda m, h, g: h * h.amax(0, keepdim=True))
 image("joined and summed samples", lambda m, h, g: torch.cat([h, g], 0).sum(0))
-image(
-    "squeeze and excite",
-    lambda m, h, g: h * m.n(h.mean((2, 3)))[:, :, None, None],
-    lambda a, b, c, d: nn.Sequential(nn.Linear(b, 4), nn.ReLU(), nn.Linear(4, b), nn.Sigmoid()),
-)
+image("squeeze and excite", lambda m, h, g: h * m.n(h.mean((2, 3)))[:, :, None, None],
+      lambda a, b, c, d: nn.Sequential(nn.Linear(b, 4), nn.ReLU(), nn.Linear(4, b), nn.Sigmoid()))  # fmt: skip
 image("linear of channels", lambda m, h, g: m.n(h.permute(0, 2, 3, 1)), lambda a, b, c, d: nn.Linear(b, 5))
 image("linear of positions", lambda m, h, g: m.n(h.flatten(2)), lambda a, b, c, d: nn.Linear(c * d, 5))
 image(
     "attention of channels",
     lambda m, h, g: (F.normalize(h.flatten(2), dim=-1) @ g.flatten(2).transpose(1, 2)).softmax(-1) @ h.flatten(2),
-)
-image(
-    "attention of positions", lambda m, h, g: h.flatten(2) @ (h.flatten(2).transpose(1, 2) @ g.flatten(2)).softmax(-1)
 )
 image("pixel_shuffle", lambda m, h, g: F.pixel_shuffle(h, 2))
 image("pixel_unshuffle", lambda m, h, g: F.pixel_unshuffle(h, 2))
@@ -203,11 +191,8 @@ image("shifts of an image", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c,
 image("weights of channels", lambda m, h, g: h @ m.n, lambda a, b, c, d: weight(b, d, 5))
 image("weights of samples and channels", lambda m, h, g: h @ m.n, lambda a, b, c, d: weight(a, b, d, 5))
 image("sum over two axes", lambda m, h, g: torch.einsum("abcd,dce->abe", h, m.n), lambda a, b, c, d: weight(d, c, 5))
-image(
-    "several maps",
-    lambda m, h, g: torch.relu(torch.einsum("abcd,def->abcef", h, m.n)).amax(-1),
-    lambda a, b, c, d: weight(d, 3, 4),
-)
+image("several maps", lambda m, h, g: torch.relu(torch.einsum("abcd,def->abcef", h, m.n)).amax(-1),
+      lambda a, b, c, d: weight(d, 3, 4))  # fmt: skip
 image("windows", lambda m, h, g: h.unfold(3, 2, 1).amax(-1))
 image("local_response_norm", lambda m, h, g: F.local_response_norm(h, 2))
 

@@ -82,24 +82,17 @@ row("classes: smallest alone", lambda m, x: m.c(relu(m.a(x))).min(-1).values, [8
 for name in ("max", "min", "median", "nanmedian", "mode"):
     row(f"{name}: both", lambda m, x, n=name: getattr(m.a(x), n)(-1), [], 0)
     row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0, b=None, c=None)
-row("kthvalue: both", lambda m, x: m.a(x).kthvalue(2, -1), [], 0)
 row("kthvalue: values", lambda m, x: m.c(relu(m.a(x))) + m.a(x).kthvalue(2, -1)[0][:, None], [8], 0)
 row("sort: values", lambda m, x: m.c(relu(m.a(x)).sort(-1).values), [8], 1)
-row("sort: both", lambda m, x: relu(m.a(x)).sort(-1), [], 0)
 row("sort along the batch", lambda m, x: m.c(relu(m.a(x)).sort(0).values), [8], 8)
 row("sort along the batch: where", lambda m, x: m.c(like(relu(m.a(x)).sort(0)[1], x)), [8], 0, 8)
 row("topk: values", lambda m, x: m.c(relu(m.a(x)).topk(4).values), [8], 1, c=(4, 3))
 row("topk: where", lambda m, x: m.a(x).topk(4)[1], [], 0, 1)
 row("argmax over units", lambda m, x: m.a(x).argmax(-1), [], 0, 1)
-row("argmax beside a piece", lambda m, x: (m.a(x).argmax(-1), torch.ones(4).chunk(2)[1] * x[0, 0]), [], 0, 1)
 row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
 row("argmax over the batch, summed", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argmax(0), x).mean(), [8], 8)
 row("nonzero", lambda m, x: (m.a(x) > 0).nonzero(), [], 0, 8)
 row("cummax along units", lambda m, x: m.a(x).cummax(-1), [], 0)
-row("cummin along the batch", lambda m, x: m.c(m.a(x).cummin(0)[0]), [8], 8)
-row("nothing beside nothing", lambda m, x: m.c(relu(m.a(x))) + torch.cat([x.new_zeros(0), x.new_zeros(0)]).sum(), [8],
-    8)  # fmt: skip
-row("aminmax", lambda m, x: torch.stack(m.a(x).aminmax(dim=-1)), [8], 0)
 
 # -- integers that name units, and are read by what moves along -----------------------------------------------------
 
@@ -129,8 +122,6 @@ row("mixture of experts, looked up", looked_up, [4, 6], 10, router=(5, 4), first
 # -- what positive factors do not pass, and what none of them changes -----------------------------------------------
 
 row("cut to integers", lambda m, x: m.c(like(m.a(x).long(), x)), [8], 0)
-row("rounded", lambda m, x: m.c(m.a(x).round()), [8], 0)
-row("truncated", lambda m, x: m.c(m.a(x).trunc()), [8], 0)
 row("a norm that counts", lambda m, x: m.c(relu(m.a(x))) + torch.linalg.vector_norm(relu(m.a(x)), ord=0), [8], 8)
 row("count_nonzero", lambda m, x: relu(m.a(x)).count_nonzero(-1), [8], 0, 8)
 row("compared with zero", lambda m, x: m.c(like(m.a(x) > 0, x)), [8], 0, 8)
@@ -173,7 +164,6 @@ def gain() -> nn.Parameter:
 
 
 row("a complex gain", lambda m, x: m.c((hidden(m, x) * m.g).abs()), [8], 16, g=gain)
-row("where a mask is", lambda m, x: m.c(torch.where(m.g, hidden(m, x), 0.0)), [8], 8, g=mask)
 row("times a mask", lambda m, x: m.c(hidden(m, x) * m.g), [8], 8, g=mask)
 row("filled where a mask is", lambda m, x: m.c(hidden(m, x).masked_fill(m.g, 0.0)), [8], 8, g=mask)
 row("times integers", lambda m, x: m.c(hidden(m, x) * m.g), [8], 8, g=torch.arange(1, 9))
@@ -181,7 +171,6 @@ row("pruned weights", lambda m, x: m.c(relu(F.linear(x, m.a.weight * m.g, m.a.bi
     g=(torch.arange(40) % 3 > 0).reshape(8, 5))  # fmt: skip
 row("a table of zeros and ones", lambda m, x: m.c(hidden(m, x) @ like(m.g, x)), [8, 8], 1, g=torch.eye(8).long())
 row("in another order", lambda m, x: m.c(hidden(m, x)[:, m.g]), [8], 8, g=order)
-row("index_select", lambda m, x: m.c(hidden(m, x).index_select(1, m.g)), [8], 8, g=order)
 row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [], 1, 0, c=(4, 3), g=order[:4])
 row("gains by kind", lambda m, x: m.c(hidden(m, x) * m.e(m.g)[:, 0]), [2, 3, 3], 9, e=nn.Embedding(3, 1),
     g=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]))  # fmt: skip
@@ -216,19 +205,16 @@ def both(m: Any, x: Tensor) -> list[Tensor]:
     return [relu(m.a(x)), relu(m.b(x))]
 
 
-row("hstack", lambda m, x: m.c(torch.hstack(both(m, x))), [8, 4], 12, **two)
 row("vstack", lambda m, x: m.c(torch.vstack([hidden(m, x), relu(m.a(x + 1))])), [8], 8)
 row("kron", lambda m, x: m.c(torch.kron(relu(m.a(x[0])), relu(m.b(x[0])))), [4, 2], 6, a=(5, 4), b=(5, 2))
 row("rot90, a quarter", lambda m, x: m.c(torch.rot90(hidden(m, x), 1, (0, 1))), [], 0, c=(3, 3))
 row("flipped and as it is", lambda m, x: m.c(hidden(m, x).flip(-1) + hidden(m, x)), [4], 4)
 row("rolled", lambda m, x: m.c(hidden(m, x).roll(1, -1)), [8], 8)
-row("rolled and as it is", lambda m, x: m.c(hidden(m, x).roll(1, -1) + hidden(m, x)), [], 1)
 row("complex parts", lambda m, x: m.c(torch.complex(m.a(x), m.b(x)).abs()), [8], 8, b=(5, 8))
 row("polar", lambda m, x: m.c(torch.polar(hidden(m, x), m.b(x)).real), [8], 8, b=(5, 8))
 row("viewed as complex", lambda m, x: m.c(torch.view_as_complex(m.a(x).view(-1, 8, 2)).abs()), [8], 8, a=(5, 16))
 row("viewed as real", lambda m, x: m.c(torch.view_as_real(torch.complex(m.a(x), m.b(x))).flatten(1)), [8], 8,
     b=(5, 8), c=(16, 3))  # fmt: skip
-row("distances to prototypes", lambda m, x: m.c(torch.cdist(m.a(x), m.p)), [8, 6], 1, c=(6, 3), p=weight(6, 8))
 row("mapped over the batch", lambda m, x: torch.vmap(lambda r: m.c(relu(m.a(r))))(x), [8], 8)
 
 # diagonals, traces, and a convolution of which the channels are tokens
@@ -280,13 +266,6 @@ def into(m: Any, x: Tensor, h: Tensor) -> Tensor:
     return out
 
 
-def step_by_step(m: Any, x: Tensor, h: Tensor) -> Tensor:
-    out = torch.zeros(3, 4, 8).to(x)
-    for t in range(4):
-        out[:, t] = h * (t + 1)
-    return out
-
-
 def void(_: Any) -> None:
     """The result of a write is the units themselves."""
 
@@ -309,7 +288,6 @@ written("one of all", lambda m, x, h: void(h.unbind(1)[2].zero_()), [7], 8)
 written("a part of a part", lambda m, x, h: void(h[:, 2:6][:, 1:3].fill_(0.5)), [2, 2, 4], 6, 2)
 written("by addition", lambda m, x, h: void(h[:, :5].add_(x)), [3], 3)
 written("into zeros", into, [8], 8, c=(16, 3))
-written("into zeros, step by step", step_by_step, [8], 8)
 
 # -- sparse matrices --------------------------------------------------------------------------------------------------
 
@@ -447,8 +425,6 @@ def latent(m: Any, x: Tensor) -> Tensor:
 
 projections: dict[str, Any] = {"q": (5, 14), "kv": (5, 10), "k": (5, 4), "o": (4, 3)}
 row("latent attention", latent, [(2,), (2, 3), (2, 2)], 12, 0, ((2, 6, 5),), **projections, turn=lambda: turned)
-row("latent attention without positions", latent, [(2,), (4,), (2, 3), (2, 2)], 14, 0, ((2, 6, 5),), **projections,
-    turn=nn.Identity())  # fmt: skip
 
 
 def sinks(m: Any, x: Tensor) -> Tensor:

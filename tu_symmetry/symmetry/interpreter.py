@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.symmetry import distinct, nodes, views
 from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, among, kinds, pinned_value, units_of
@@ -173,7 +173,7 @@ class _Interpreter:
                 self.env[node] = target(*arguments, **options)
             self._alias(node)
             return
-        given = _each(arguments_of(node), lambda n: n)
+        given = arguments_of(node)
         known = {n: self._known(n) for n in node.all_input_nodes}
         bound = _each(given, known.__getitem__)
         self._note(node, traits)
@@ -273,22 +273,13 @@ class _Interpreter:
     def _points(self, name: str, bound: dict[str, Any]) -> Label:
         """Settle what the arguments name: units are pinned where numbers are read; what is kept goes to the outputs."""
         policy = POSITIONS.get(name, "pin")
-        if policy == "read":
+        named = [v for v in tree_leaves(bound) if isinstance(v, Value) and v.points]
+        if policy == "read" or not named:
             return ()
-        kept: Label = ()
-
-        def settled(value: Any) -> Any:
-            nonlocal kept
-            if not isinstance(value, Value) or not value.points:
-                return value
-            if policy == "pin":
-                self.ledger.pin_label(value.points, "its position is read as a number")
-            kept = value.points if policy == "keep" else ()
-            return replace(value, points=())
-
-        for key, argument in bound.items():
-            bound[key] = [settled(v) for v in argument] if isinstance(argument, list) else settled(argument)
-        return kept
+        for value in named if policy == "pin" else ():
+            self.ledger.pin_label(value.points, "its position is read as a number")
+        bound |= tree_map_only(Value, lambda v: replace(v, points=()) if v.points else v, bound)
+        return named[-1].points if policy == "keep" else ()
 
     def _facts(
         self, node: Node, traits: frozenset[str], given: dict[str, Any], known: dict[Node, Any], outputs: list[Value]
@@ -409,12 +400,8 @@ def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int)
 
 
 def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:
-    def bound(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return read(argument)
-        return [bound(a) for a in argument] if isinstance(argument, (list, tuple)) else argument
-
-    return {name: bound(argument) for name, argument in given.items()}
+    """Arguments with what ``read`` says of each node in its place."""
+    return {name: torch.fx.node.map_arg(argument, read) for name, argument in given.items()}
 
 
 def _named(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
