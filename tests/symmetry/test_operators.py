@@ -7,7 +7,6 @@ other random weights in float64, every group acts alone, and outputs are compare
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +58,6 @@ def row(
     ROWS.append(Row(name, build, inputs, shapes, scales, normalizations))
 
 
-def normed(dim: int | None) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return torch.nn.utils.weight_norm(nn.Linear(5, 8), dim=dim)
-
-
 def weight(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(shape))
 
@@ -106,19 +99,11 @@ row("gather along the batch", lambda m, x: m.c(relu(m.a(x)).gather(0, relu(m.a(x
 row("gather from others", lambda m, x: m.c(relu(m.b(relu(m.a(x)))).gather(-1, m.a(x).argsort(-1))), [8], 2)
 
 
-def looked_up(m: Any, x: Tensor) -> Tensor:
-    """Each row by its own two experts."""
-    values, chosen = m.router(x).softmax(-1).topk(2, -1)
-    hidden = relu(torch.einsum("bi,bkih->bkh", x, m.first[chosen]))
-    return torch.einsum("bk,bkh,bkho->bo", values, hidden, m.second[chosen])
-
-
 # six maps in one weight: a permutation may differ along one more axis of a weight, a factor along all of them
 row("maps along two axes",
     lambda m, x: torch.einsum("abno,aboz->abnz", relu(torch.einsum("abni,abio->abno", x, m.first)), m.second),
     [7, 7, 7], 42, 0, ((2, 3, 4, 5),), first=weight(2, 3, 5, 7), second=weight(2, 3, 7, 4))  # fmt: skip
-row("mixture of experts, looked up", looked_up, [4, 6], 10, router=(5, 4), first=weight(4, 5, 6),
-    second=weight(4, 6, 3))  # fmt: skip
+
 # -- what positive factors do not pass, and what none of them changes -----------------------------------------------
 
 row("cut to integers", lambda m, x: m.c(like(m.a(x).long(), x)), [8], 0)
@@ -289,31 +274,13 @@ written("a part of a part", lambda m, x, h: void(h[:, 2:6][:, 1:3].fill_(0.5)), 
 written("by addition", lambda m, x, h: void(h[:, :5].add_(x)), [3], 3)
 written("into zeros", into, [8], 8, c=(16, 3))
 
-# -- sparse matrices --------------------------------------------------------------------------------------------------
-
-NONZERO = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
-
-
-def adjacency(x: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(NONZERO, torch.tensor([0.3, 1.0, 2.0, 0.7]).to(x), (3, 3))
-
-
-row("sparse: over the batch", lambda m, x: m.c(torch.sparse.mm(adjacency(x), relu(m.a(x)))), [8], 8)
-
 # -- functions of matrices ------------------------------------------------------------------------------------------
-
-
-def covariance(m: Any, x: Tensor) -> Tensor:
-    """Regular whatever the inputs are, with rows and columns that are indexed by the same units."""
-    h = m.a(x)
-    return h.mT @ h + torch.eye(8).to(x)
 
 
 square = {**layers, "w": weight(8, 8)}
 TOKENS = ((2, 4, 5),)
 
 row("inverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.inv(m.w)), [8, 8], 0, 16, **square)
-row("inverse of a covariance", lambda m, x: m.c(hidden(m, x) @ torch.inverse(covariance(m, x))), [8], 0)
 row("logarithm alone", lambda m, x: m.c(hidden(m, x)) + torch.linalg.slogdet(m.w)[1], [8, 8, 8], 8, **square)
 row("triangle of a weight", lambda m, x: m.c(m.a(x) @ m.w.tril()), [], 16, **square)
 row("triangle of tokens", lambda m, x: m.c((m.a(x) @ m.a(x).mT).triu() @ hidden(m, x)), [8], 0, 0, TOKENS)
@@ -336,7 +303,7 @@ row("histc", lambda m, x: m.c(hidden(m, x)).mean() + torch.histc(m.a(x), 4, -1, 
 
 for dim, normalizations in ((0, 8), (1, 5)):
     row(f"weight_norm along {dim}", lambda m, x: m.c(relu(m.w(x))), [8], 8 if dim == 0 else 1, normalizations,
-        w=lambda dim=dim: normed(dim))  # fmt: skip
+        w=lambda dim=dim: nn.utils.parametrizations.weight_norm(nn.Linear(5, 8), dim=dim))  # fmt: skip
 row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [], 0, 1,
     d=nn.Dropout(0.5))  # what training drops is equal  # fmt: skip
 
@@ -392,9 +359,6 @@ row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),), router=(5, 3),
     down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 
-row("two stacked, joined by a convolution",
-    lambda m, x: m.c(m.v(torch.stack([hidden(m, x), relu(m.b(x))], 1)).squeeze(1)), [8], 3, b=(5, 8),
-    v=nn.Conv1d(2, 1, 1))  # fmt: skip
 row("one hidden unit", lambda m, x: m.c(relu(m.b(hidden(m, x)))), [8], 9, b=(8, 1), c=(1, 3))
 row("one hidden channel", lambda m, x: m.c(relu(m.b(relu(m.a(x))))), [4], 5, 0, IMAGE, a=nn.Conv2d(2, 4, 3),
     b=nn.Conv2d(4, 1, 3), c=nn.Conv2d(1, 3, 1))  # fmt: skip
@@ -453,16 +417,6 @@ def state_space(m: Any, x: Tensor) -> Tensor:
 
 row("a state space in groups", state_space, [(2,), (2, 3), (2, 3), (2, 3, 4)], 30, 4, ((2, 6, 5),), a=(5, 42),
     w=weight(24), c=(24, 3))  # fmt: skip
-
-# -- detection ------------------------------------------------------------------------------------------------------
-
-
-def pooled(m: Any, x: Tensor) -> Tensor:
-    regions = torch.tensor([[0.0, 0, 0, 4, 4], [1.0, 1, 1, 6, 6]]).to(x)
-    return m.c(torchvision.ops.roi_align(relu(m.a(x)), regions, 2))
-
-
-row("roi_align", pooled, [4], 4, 0, IMAGE, a=nn.Conv2d(2, 4, 3, padding=1), c=nn.Conv2d(4, 3, 2))
 
 
 def test_a_complex_gain_is_moved_and_scaled_and_its_network_can_be_aligned() -> None:
