@@ -269,6 +269,9 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
             sized = [in_full(v, k, axis) for v in values]
             labels[k] = tuple(tighten(_join([p[r] for p in sized], axis)) for r in range(len(own[0])))
             continue
+        if spread:
+            values = [unnest(ledger, v, axis) for v in values]
+            labels[k] = values[0].labels[k]
         for value in values[1:]:
             labels[k] = ledger.unify(labels[k], value.labels[k], reasons[k], value.reasons[k], k)
     parts = [in_full(v, axis) for v in values]
