@@ -252,13 +252,8 @@ def _recorded(
         with _Whole():
             return torch.func.functional_call(model, tensors, *tree_unflatten(again, spec))
 
-    graph_module = make_fx(
-        forward,
-        tracing_mode="real",
-        pre_dispatch=not batched,
-        _allow_non_fake_inputs=True,
-        _error_on_data_dependent_ops=False,
-    )(tensors, given)
+    record = make_fx(forward, pre_dispatch=not batched, _allow_non_fake_inputs=True, _error_on_data_dependent_ops=False)
+    graph_module = record(tensors, given)
     constants: dict[str, Tensor] = {}
     nodes = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     live = live_nodes(graph_module.graph)
