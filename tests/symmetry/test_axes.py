@@ -1,9 +1,8 @@
 """Every operator along every axis: units in blocks, laid along any of the axes, and what is claimed holds.
 
-Two linear layers give ``[samples, 3, 4]``, or twelve channels of two by three pixels: of two axes one is nested in the
-other, and which one is open. They are laid out in many ways, so that units and blocks stand where an operator expects
-samples, channels, positions, features or time steps. A rule that forgets an axis claims too much here: a softmax over
-the blocks depends on all of them, and units in one block can no longer move on their own.
+Two layers give ``[samples, 3, 4]``, or twelve channels of two by three pixels, laid out in many ways, so that units and
+blocks stand where an operator expects samples, channels, positions or features. A rule that forgets an axis claims too
+much here: a softmax over the blocks depends on all of them, and units in one block can no longer move on their own.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ vector("layer_norm of two axes", lambda m, h, g: m.n(h), lambda a, b, c: nn.Laye
 vector("layer_norm, no weights", lambda m, h, g: F.layer_norm(h, h.shape[-1:]))
 vector("rms_norm", lambda m, h, g: F.rms_norm(h, h.shape[-1:]))
 vector("group_norm, one group", lambda m, h, g: m.n(h), lambda a, b, c: nn.GroupNorm(1, b))
-vector("group_norm, a group each", lambda m, h, g: m.n(h), lambda a, b, c: nn.GroupNorm(b, b))
 vector("group_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.GroupNorm(math.gcd(2, b), b, affine=False))
 vector("batch_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.BatchNorm1d(b))
 vector("instance_norm", lambda m, h, g: m.n(h), lambda a, b, c: nn.InstanceNorm1d(b, affine=True))
@@ -92,30 +90,22 @@ vector("conv, depthwise", lambda m, h, g: m.n(h), lambda a, b, c: nn.Conv1d(b, b
 vector("lstm", lambda m, h, g: m.n(h)[0], lambda a, b, c: nn.LSTM(c, c, batch_first=True))
 vector("gru", lambda m, h, g: m.n(h)[0], lambda a, b, c: nn.GRU(c, c))
 vector("gru, from a state", lambda m, h, g: m.n(h, g[:1].contiguous())[0], lambda a, b, c: nn.GRU(c, c))
-vector(
-    "gru cell", lambda m, h, g: m.n(h.flatten(0, 1), g.flatten(0, 1)).view(h.shape), lambda a, b, c: nn.GRUCell(c, c)
-)
+vector("gru cell", lambda m, h, g: m.n(h.flatten(0, 1), g.flatten(0, 1)).view(h.shape),
+       lambda a, b, c: nn.GRUCell(c, c))  # fmt: skip
 vector("baddbmm", lambda m, h, g: torch.baddbmm(h, m.n, h), lambda a, b, c: weight(a, b, b))
 vector("bmm with a weight", lambda m, h, g: torch.bmm(h, m.n), lambda a, b, c: weight(a, c, c))
 vector("bmm with a view", lambda m, h, g: torch.bmm(h, m.n.transpose(1, 2)), lambda a, b, c: weight(a, c, c))
 vector("einsum in blocks", lambda m, h, g: torch.einsum("abc,bcd->abd", h, m.n), lambda a, b, c: weight(b, c, c))
-vector(
-    "einsum over both",
-    lambda m, h, g: torch.einsum("abc,dbc->abd", h, m.n)[..., :1] * h,
-    lambda a, b, c: weight(5, b, c),
-)
-vector(
-    "copies, one weight each",
-    lambda m, h, g: torch.bmm(h.reshape(1, -1, h.shape[-1]).repeat(3, 1, 1), m.n).sum(0).view(h.shape),
-    lambda a, b, c: weight(3, c, c),
-)
+vector("einsum over both", lambda m, h, g: torch.einsum("abc,dbc->abd", h, m.n)[..., :1] * h,
+       lambda a, b, c: weight(5, b, c))  # fmt: skip
+vector("copies, one weight each",
+       lambda m, h, g: torch.bmm(h.reshape(1, -1, h.shape[-1]).repeat(3, 1, 1), m.n).sum(0).view(h.shape),
+       lambda a, b, c: weight(3, c, c))  # fmt: skip
 
 # products and attention
 vector("attention", lambda m, h, g: F.scaled_dot_product_attention(h, g, h))
 vector("bmm", lambda m, h, g: torch.bmm(torch.bmm(h, g.transpose(1, 2)), h))
-vector("attention by hand", lambda m, h, g: torch.bmm(torch.bmm(h, g.transpose(1, 2)).softmax(-1), h))
 vector("distances", lambda m, h, g: torch.bmm(torch.cdist(h, g), h))
-vector("row products", lambda m, h, g: h * torch.einsum("abc,abc->ab", h, g)[..., None])
 
 # entry by entry, and reductions
 vector("sum", lambda m, h, g: h + g)
@@ -125,14 +115,11 @@ vector("factors of rows", lambda m, h, g: h * m.n, lambda a, b, c: weight(b, 1))
 vector("shifts", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c: weight(b, c))
 vector("shifts, in a view", lambda m, h, g: torch.relu(h + m.n.t()), lambda a, b, c: weight(c, b))
 vector("lerp", lambda m, h, g: torch.lerp(h, g, m.n), lambda a, b, c: weight(b, c))
-vector("where", lambda m, h, g: torch.where(g > 0, h, m.n), lambda a, b, c: weight(b, c))
 vector("prelu", lambda m, h, g: m.n(h), lambda a, b, c: nn.PReLU(b))
 for dim in range(3):
     vector(f"softmax {dim}", lambda m, h, g, dim=dim: h.softmax(dim))
     vector(f"std {dim}", lambda m, h, g, dim=dim: h / (h.std(dim, keepdim=True) + 1))
 vector("log-sum-exp", lambda m, h, g: h - h.logsumexp((1, 2), keepdim=True))
-vector("product", lambda m, h, g: h * h.prod(1, keepdim=True))
-vector("median", lambda m, h, g: h - h.median(1, keepdim=True)[0])
 
 # positions
 vector("argmax, last axis", lambda m, h, g: h * F.one_hot(h.argmax(-1), h.shape[-1]))
@@ -144,7 +131,6 @@ vector("scatter", lambda m, h, g: torch.zeros_like(h).scatter(-1, g.argsort(-1),
 vector("cumsum", lambda m, h, g: h.cumsum(1))
 vector("flip", lambda m, h, g: h + h.flip(1))
 vector("first of the middle axis", lambda m, h, g: h * g[:, :1])
-vector("first of the last axis", lambda m, h, g: h * g[..., :1])
 vector("pad", lambda m, h, g: F.pad(h, (1, 0))[..., :-1])
 vector("max_pool", lambda m, h, g: F.max_pool1d(h, 3, 1, 1))
 vector("interpolate", lambda m, h, g: F.interpolate(h, size=h.shape[-1], mode="linear"))
@@ -166,48 +152,30 @@ image("conv, pointwise", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.Conv2d(b,
 image("conv, depthwise", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.Conv2d(b, b, 3, padding=1, groups=b))
 image("conv, grouped", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.Conv2d(b, b, 3, padding=1, groups=two(b)))
 image("conv, transposed", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.ConvTranspose2d(b, 5, 2))
-image("patches", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.Conv2d(b, 5, 2, stride=2))
 image("batch_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.BatchNorm2d(b))
 image("group_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.GroupNorm(math.gcd(2, b), b))
 image("instance_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.InstanceNorm2d(b))
-image("layer_norm", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.LayerNorm(d))
-image("softmax of channels", lambda m, h, g: h.softmax(1))
 image("softmax of positions", lambda m, h, g: h.flatten(2).softmax(-1).view(h.shape))
 image("max_pool", lambda m, h, g: F.max_pool2d(h, 2, 1))
 image("mean of positions", lambda m, h, g: h.mean((2, 3)))
 image("mean of channels", lambda m, h, g: h.mean(1))
-image("largest of samples", lambda m, h, g: h * h.amax(0, keepdim=True))
 image("joined and summed samples", lambda m, h, g: torch.cat([h, g], 0).sum(0))
-image(
-    "squeeze and excite",
-    lambda m, h, g: h * m.n(h.mean((2, 3)))[:, :, None, None],
-    lambda a, b, c, d: nn.Sequential(nn.Linear(b, 4), nn.ReLU(), nn.Linear(4, b), nn.Sigmoid()),
-)
+image("squeeze and excite", lambda m, h, g: h * m.n(h.mean((2, 3)))[:, :, None, None],
+      lambda a, b, c, d: nn.Sequential(nn.Linear(b, 4), nn.ReLU(), nn.Linear(4, b), nn.Sigmoid()))  # fmt: skip
 image("linear of channels", lambda m, h, g: m.n(h.permute(0, 2, 3, 1)), lambda a, b, c, d: nn.Linear(b, 5))
-image("linear of positions", lambda m, h, g: m.n(h.flatten(2)), lambda a, b, c, d: nn.Linear(c * d, 5))
 image(
     "attention of channels",
     lambda m, h, g: (F.normalize(h.flatten(2), dim=-1) @ g.flatten(2).transpose(1, 2)).softmax(-1) @ h.flatten(2),
 )
-image(
-    "attention of positions", lambda m, h, g: h.flatten(2) @ (h.flatten(2).transpose(1, 2) @ g.flatten(2)).softmax(-1)
-)
 image("pixel_shuffle", lambda m, h, g: F.pixel_shuffle(h, 2))
-image("pixel_unshuffle", lambda m, h, g: F.pixel_unshuffle(h, 2))
 image("unfold", lambda m, h, g: F.unfold(h, 2))
 image("interpolate", lambda m, h, g: F.interpolate(h, size=(3, 3), mode="bilinear"))
 image("grid_sample", lambda m, h, g: F.grid_sample(h, torch.stack([g[:, 0], g[:, 1]], -1).tanh(), align_corners=False))
-image("prelu", lambda m, h, g: m.n(h), lambda a, b, c, d: nn.PReLU(b))
-image("shifts of positions", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c, d: weight(c, d))
 image("shifts of an image", lambda m, h, g: torch.relu(h + m.n), lambda a, b, c, d: weight(1, b, c, d))
 image("weights of channels", lambda m, h, g: h @ m.n, lambda a, b, c, d: weight(b, d, 5))
-image("weights of samples and channels", lambda m, h, g: h @ m.n, lambda a, b, c, d: weight(a, b, d, 5))
 image("sum over two axes", lambda m, h, g: torch.einsum("abcd,dce->abe", h, m.n), lambda a, b, c, d: weight(d, c, 5))
-image(
-    "several maps",
-    lambda m, h, g: torch.relu(torch.einsum("abcd,def->abcef", h, m.n)).amax(-1),
-    lambda a, b, c, d: weight(d, 3, 4),
-)
+image("several maps", lambda m, h, g: torch.relu(torch.einsum("abcd,def->abcef", h, m.n)).amax(-1),
+      lambda a, b, c, d: weight(d, 3, 4))  # fmt: skip
 image("windows", lambda m, h, g: h.unfold(3, 2, 1).amax(-1))
 image("local_response_norm", lambda m, h, g: F.local_response_norm(h, 2))
 

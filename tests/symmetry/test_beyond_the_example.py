@@ -71,17 +71,13 @@ def sized(name: str, hidden: Callable[[Tensor, int], Tensor], groups: Sequence[i
 
 table("rows cut by the length", lambda m, x: m.table.weight[: x.shape[1]])
 table("rows looked up in order", lambda m, x: m.table(torch.arange(x.shape[1])))
-table("centered rows", lambda m, x: (m.table.weight - m.table.weight.mean(0))[: x.shape[1]])
 table("rows through a layer", lambda m, x: m.map(m.table.weight)[: x.shape[1]], [8, 6], table=nn.Embedding(16, 6),
       map=(6, 8))  # fmt: skip
 table("normalized rows", lambda m, x: F.normalize(m.table.weight[: x.shape[1]], dim=-1))
-table("rows normalized by a layer", lambda m, x: m.norm(m.table.weight)[: x.shape[1]], norm=nn.LayerNorm(8))
 table("the sum of rows", lambda m, x: m.table.weight[: x.shape[1]].sum(0))
 table("one row", lambda m, x: m.table.weight[x.shape[1] - 1])
 table("rows cut, and all of them", lambda m, x: m.table.weight[: x.shape[1]].sum(0) + m.table.weight.mean(0))
 table("rows masked by the length", lambda m, x: (torch.arange(16) < x.shape[1]).float() @ m.table.weight)
-table("rows chosen by the length",
-      lambda m, x: torch.where(torch.arange(16)[:, None] < x.shape[1], m.table.weight, 0.0).sum(0))  # fmt: skip
 table("rows padded by less than nothing", lambda m, x: F.pad(m.table.weight, (0, 0, 0, x.shape[1] - 16)).sum(0))
 table("one row by its number", lambda m, x: F.one_hot(torch.tensor(x.shape[1] - 1), 16).float() @ m.table.weight)
 sized("units masked by the length", lambda h, n: relu(h) * (torch.arange(8) < n), [], 8)
@@ -280,12 +276,9 @@ APART: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "leaky ReLU": (F.leaky_relu, True),
     "negative": (lambda h: -h, True),
     "softmax": (lambda h: h.softmax(-1), True),
-    "shifted": (lambda h: h + 1, True),
     "ReLU": (relu, False),
     "sigmoid": (torch.sigmoid, False),
-    "tanh": (torch.tanh, False),
     "ELU without a slope": (lambda h: F.elu(h, 0.0), False),
-    "clamped": (lambda h: h.clamp(-1, 1), False),
     "the rest of a ReLU": (lambda h: h - relu(h), False),
     "exponential": (torch.exp, False),
     "largest alone": (lambda h: h * (h >= h.amax(-1, keepdim=True)), False),

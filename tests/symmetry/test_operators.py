@@ -7,7 +7,6 @@ other random weights in float64, every group acts alone, and outputs are compare
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +58,6 @@ def row(
     ROWS.append(Row(name, build, inputs, shapes, scales, normalizations))
 
 
-def normed(dim: int | None) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return torch.nn.utils.weight_norm(nn.Linear(5, 8), dim=dim)
-
-
 def weight(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(shape))
 
@@ -82,24 +75,17 @@ row("classes: smallest alone", lambda m, x: m.c(relu(m.a(x))).min(-1).values, [8
 for name in ("max", "min", "median", "nanmedian", "mode"):
     row(f"{name}: both", lambda m, x, n=name: getattr(m.a(x), n)(-1), [], 0)
     row(f"{name}: values", lambda m, x, n=name: getattr(m.a(x), n)(-1)[0], [8], 0, b=None, c=None)
-row("kthvalue: both", lambda m, x: m.a(x).kthvalue(2, -1), [], 0)
 row("kthvalue: values", lambda m, x: m.c(relu(m.a(x))) + m.a(x).kthvalue(2, -1)[0][:, None], [8], 0)
 row("sort: values", lambda m, x: m.c(relu(m.a(x)).sort(-1).values), [8], 1)
-row("sort: both", lambda m, x: relu(m.a(x)).sort(-1), [], 0)
 row("sort along the batch", lambda m, x: m.c(relu(m.a(x)).sort(0).values), [8], 8)
 row("sort along the batch: where", lambda m, x: m.c(like(relu(m.a(x)).sort(0)[1], x)), [8], 0, 8)
 row("topk: values", lambda m, x: m.c(relu(m.a(x)).topk(4).values), [8], 1, c=(4, 3))
 row("topk: where", lambda m, x: m.a(x).topk(4)[1], [], 0, 1)
 row("argmax over units", lambda m, x: m.a(x).argmax(-1), [], 0, 1)
-row("argmax beside a piece", lambda m, x: (m.a(x).argmax(-1), torch.ones(4).chunk(2)[1] * x[0, 0]), [], 0, 1)
 row("argmax over all", lambda m, x: m.a(x).argmax(), [], 0)
 row("argmax over the batch, summed", lambda m, x: m.c(relu(m.a(x))) + like(m.a(x).argmax(0), x).mean(), [8], 8)
 row("nonzero", lambda m, x: (m.a(x) > 0).nonzero(), [], 0, 8)
 row("cummax along units", lambda m, x: m.a(x).cummax(-1), [], 0)
-row("cummin along the batch", lambda m, x: m.c(m.a(x).cummin(0)[0]), [8], 8)
-row("nothing beside nothing", lambda m, x: m.c(relu(m.a(x))) + torch.cat([x.new_zeros(0), x.new_zeros(0)]).sum(), [8],
-    8)  # fmt: skip
-row("aminmax", lambda m, x: torch.stack(m.a(x).aminmax(dim=-1)), [8], 0)
 
 # -- integers that name units, and are read by what moves along -----------------------------------------------------
 
@@ -113,24 +99,14 @@ row("gather along the batch", lambda m, x: m.c(relu(m.a(x)).gather(0, relu(m.a(x
 row("gather from others", lambda m, x: m.c(relu(m.b(relu(m.a(x)))).gather(-1, m.a(x).argsort(-1))), [8], 2)
 
 
-def looked_up(m: Any, x: Tensor) -> Tensor:
-    """Each row by its own two experts."""
-    values, chosen = m.router(x).softmax(-1).topk(2, -1)
-    hidden = relu(torch.einsum("bi,bkih->bkh", x, m.first[chosen]))
-    return torch.einsum("bk,bkh,bkho->bo", values, hidden, m.second[chosen])
-
-
 # six maps in one weight: a permutation may differ along one more axis of a weight, a factor along all of them
 row("maps along two axes",
     lambda m, x: torch.einsum("abno,aboz->abnz", relu(torch.einsum("abni,abio->abno", x, m.first)), m.second),
     [7, 7, 7], 42, 0, ((2, 3, 4, 5),), first=weight(2, 3, 5, 7), second=weight(2, 3, 7, 4))  # fmt: skip
-row("mixture of experts, looked up", looked_up, [4, 6], 10, router=(5, 4), first=weight(4, 5, 6),
-    second=weight(4, 6, 3))  # fmt: skip
+
 # -- what positive factors do not pass, and what none of them changes -----------------------------------------------
 
 row("cut to integers", lambda m, x: m.c(like(m.a(x).long(), x)), [8], 0)
-row("rounded", lambda m, x: m.c(m.a(x).round()), [8], 0)
-row("truncated", lambda m, x: m.c(m.a(x).trunc()), [8], 0)
 row("a norm that counts", lambda m, x: m.c(relu(m.a(x))) + torch.linalg.vector_norm(relu(m.a(x)), ord=0), [8], 8)
 row("count_nonzero", lambda m, x: relu(m.a(x)).count_nonzero(-1), [8], 0, 8)
 row("compared with zero", lambda m, x: m.c(like(m.a(x) > 0, x)), [8], 0, 8)
@@ -173,7 +149,6 @@ def gain() -> nn.Parameter:
 
 
 row("a complex gain", lambda m, x: m.c((hidden(m, x) * m.g).abs()), [8], 16, g=gain)
-row("where a mask is", lambda m, x: m.c(torch.where(m.g, hidden(m, x), 0.0)), [8], 8, g=mask)
 row("times a mask", lambda m, x: m.c(hidden(m, x) * m.g), [8], 8, g=mask)
 row("filled where a mask is", lambda m, x: m.c(hidden(m, x).masked_fill(m.g, 0.0)), [8], 8, g=mask)
 row("times integers", lambda m, x: m.c(hidden(m, x) * m.g), [8], 8, g=torch.arange(1, 9))
@@ -181,7 +156,6 @@ row("pruned weights", lambda m, x: m.c(relu(F.linear(x, m.a.weight * m.g, m.a.bi
     g=(torch.arange(40) % 3 > 0).reshape(8, 5))  # fmt: skip
 row("a table of zeros and ones", lambda m, x: m.c(hidden(m, x) @ like(m.g, x)), [8, 8], 1, g=torch.eye(8).long())
 row("in another order", lambda m, x: m.c(hidden(m, x)[:, m.g]), [8], 8, g=order)
-row("index_select", lambda m, x: m.c(hidden(m, x).index_select(1, m.g)), [8], 8, g=order)
 row("some of the units", lambda m, x: m.c(hidden(m, x)[:, m.g]), [], 1, 0, c=(4, 3), g=order[:4])
 row("gains by kind", lambda m, x: m.c(hidden(m, x) * m.e(m.g)[:, 0]), [2, 3, 3], 9, e=nn.Embedding(3, 1),
     g=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]))  # fmt: skip
@@ -216,19 +190,16 @@ def both(m: Any, x: Tensor) -> list[Tensor]:
     return [relu(m.a(x)), relu(m.b(x))]
 
 
-row("hstack", lambda m, x: m.c(torch.hstack(both(m, x))), [8, 4], 12, **two)
 row("vstack", lambda m, x: m.c(torch.vstack([hidden(m, x), relu(m.a(x + 1))])), [8], 8)
 row("kron", lambda m, x: m.c(torch.kron(relu(m.a(x[0])), relu(m.b(x[0])))), [4, 2], 6, a=(5, 4), b=(5, 2))
 row("rot90, a quarter", lambda m, x: m.c(torch.rot90(hidden(m, x), 1, (0, 1))), [], 0, c=(3, 3))
 row("flipped and as it is", lambda m, x: m.c(hidden(m, x).flip(-1) + hidden(m, x)), [4], 4)
 row("rolled", lambda m, x: m.c(hidden(m, x).roll(1, -1)), [8], 8)
-row("rolled and as it is", lambda m, x: m.c(hidden(m, x).roll(1, -1) + hidden(m, x)), [], 1)
 row("complex parts", lambda m, x: m.c(torch.complex(m.a(x), m.b(x)).abs()), [8], 8, b=(5, 8))
 row("polar", lambda m, x: m.c(torch.polar(hidden(m, x), m.b(x)).real), [8], 8, b=(5, 8))
 row("viewed as complex", lambda m, x: m.c(torch.view_as_complex(m.a(x).view(-1, 8, 2)).abs()), [8], 8, a=(5, 16))
 row("viewed as real", lambda m, x: m.c(torch.view_as_real(torch.complex(m.a(x), m.b(x))).flatten(1)), [8], 8,
     b=(5, 8), c=(16, 3))  # fmt: skip
-row("distances to prototypes", lambda m, x: m.c(torch.cdist(m.a(x), m.p)), [8, 6], 1, c=(6, 3), p=weight(6, 8))
 row("mapped over the batch", lambda m, x: torch.vmap(lambda r: m.c(relu(m.a(r))))(x), [8], 8)
 
 # diagonals, traces, and a convolution of which the channels are tokens
@@ -280,13 +251,6 @@ def into(m: Any, x: Tensor, h: Tensor) -> Tensor:
     return out
 
 
-def step_by_step(m: Any, x: Tensor, h: Tensor) -> Tensor:
-    out = torch.zeros(3, 4, 8).to(x)
-    for t in range(4):
-        out[:, t] = h * (t + 1)
-    return out
-
-
 def void(_: Any) -> None:
     """The result of a write is the units themselves."""
 
@@ -309,33 +273,14 @@ written("one of all", lambda m, x, h: void(h.unbind(1)[2].zero_()), [7], 8)
 written("a part of a part", lambda m, x, h: void(h[:, 2:6][:, 1:3].fill_(0.5)), [2, 2, 4], 6, 2)
 written("by addition", lambda m, x, h: void(h[:, :5].add_(x)), [3], 3)
 written("into zeros", into, [8], 8, c=(16, 3))
-written("into zeros, step by step", step_by_step, [8], 8)
-
-# -- sparse matrices --------------------------------------------------------------------------------------------------
-
-NONZERO = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
-
-
-def adjacency(x: Tensor) -> Tensor:
-    return torch.sparse_coo_tensor(NONZERO, torch.tensor([0.3, 1.0, 2.0, 0.7]).to(x), (3, 3))
-
-
-row("sparse: over the batch", lambda m, x: m.c(torch.sparse.mm(adjacency(x), relu(m.a(x)))), [8], 8)
 
 # -- functions of matrices ------------------------------------------------------------------------------------------
-
-
-def covariance(m: Any, x: Tensor) -> Tensor:
-    """Regular whatever the inputs are, with rows and columns that are indexed by the same units."""
-    h = m.a(x)
-    return h.mT @ h + torch.eye(8).to(x)
 
 
 square = {**layers, "w": weight(8, 8)}
 TOKENS = ((2, 4, 5),)
 
 row("inverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.inv(m.w)), [8, 8], 0, 16, **square)
-row("inverse of a covariance", lambda m, x: m.c(hidden(m, x) @ torch.inverse(covariance(m, x))), [8], 0)
 row("logarithm alone", lambda m, x: m.c(hidden(m, x)) + torch.linalg.slogdet(m.w)[1], [8, 8, 8], 8, **square)
 row("triangle of a weight", lambda m, x: m.c(m.a(x) @ m.w.tril()), [], 16, **square)
 row("triangle of tokens", lambda m, x: m.c((m.a(x) @ m.a(x).mT).triu() @ hidden(m, x)), [8], 0, 0, TOKENS)
@@ -358,7 +303,7 @@ row("histc", lambda m, x: m.c(hidden(m, x)).mean() + torch.histc(m.a(x), 4, -1, 
 
 for dim, normalizations in ((0, 8), (1, 5)):
     row(f"weight_norm along {dim}", lambda m, x: m.c(relu(m.w(x))), [8], 8 if dim == 0 else 1, normalizations,
-        w=lambda dim=dim: normed(dim))  # fmt: skip
+        w=lambda dim=dim: nn.utils.parametrizations.weight_norm(nn.Linear(5, 8), dim=dim))  # fmt: skip
 row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [], 0, 1,
     d=nn.Dropout(0.5))  # what training drops is equal  # fmt: skip
 
@@ -414,9 +359,6 @@ row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),), router=(5, 3),
     down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 
-row("two stacked, joined by a convolution",
-    lambda m, x: m.c(m.v(torch.stack([hidden(m, x), relu(m.b(x))], 1)).squeeze(1)), [8], 3, b=(5, 8),
-    v=nn.Conv1d(2, 1, 1))  # fmt: skip
 row("one hidden unit", lambda m, x: m.c(relu(m.b(hidden(m, x)))), [8], 9, b=(8, 1), c=(1, 3))
 row("one hidden channel", lambda m, x: m.c(relu(m.b(relu(m.a(x))))), [4], 5, 0, IMAGE, a=nn.Conv2d(2, 4, 3),
     b=nn.Conv2d(4, 1, 3), c=nn.Conv2d(1, 3, 1))  # fmt: skip
@@ -447,8 +389,6 @@ def latent(m: Any, x: Tensor) -> Tensor:
 
 projections: dict[str, Any] = {"q": (5, 14), "kv": (5, 10), "k": (5, 4), "o": (4, 3)}
 row("latent attention", latent, [(2,), (2, 3), (2, 2)], 12, 0, ((2, 6, 5),), **projections, turn=lambda: turned)
-row("latent attention without positions", latent, [(2,), (4,), (2, 3), (2, 2)], 14, 0, ((2, 6, 5),), **projections,
-    turn=nn.Identity())  # fmt: skip
 
 
 def sinks(m: Any, x: Tensor) -> Tensor:
@@ -477,16 +417,6 @@ def state_space(m: Any, x: Tensor) -> Tensor:
 
 row("a state space in groups", state_space, [(2,), (2, 3), (2, 3), (2, 3, 4)], 30, 4, ((2, 6, 5),), a=(5, 42),
     w=weight(24), c=(24, 3))  # fmt: skip
-
-# -- detection ------------------------------------------------------------------------------------------------------
-
-
-def pooled(m: Any, x: Tensor) -> Tensor:
-    regions = torch.tensor([[0.0, 0, 0, 4, 4], [1.0, 1, 1, 6, 6]]).to(x)
-    return m.c(torchvision.ops.roi_align(relu(m.a(x)), regions, 2))
-
-
-row("roi_align", pooled, [4], 4, 0, IMAGE, a=nn.Conv2d(2, 4, 3, padding=1), c=nn.Conv2d(4, 3, 2))
 
 
 def test_a_complex_gain_is_moved_and_scaled_and_its_network_can_be_aligned() -> None:

@@ -64,7 +64,6 @@ BESIDE: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "pad": lambda h, low, high: F.pad(h, (low, high)),
     "pad_ones": lambda h, low, high: F.pad(h, (low, high), value=1.0),
     "cat_zeros": lambda h, low, high: torch.cat([h.new_zeros(3, low), h, h.new_zeros(3, high)], -1),
-    "cat_tensors": lambda h, low, high: torch.cat([torch.zeros(3, low).to(h), h, torch.zeros(3, high).to(h)], -1),
     "cat_full": lambda h, low, high: torch.cat([torch.full((3, low), 2.0).to(h), h, h.new_full((3, high), 2.0)], -1),
     "write": written,
 }
@@ -136,10 +135,8 @@ for numbers, groups in (([1, 2, 2, 1], [2]), ([1, 1, 2, 2], [2]), ([1, 1, 2, 1],
 
 PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
     "gram": (lambda h: h.transpose(1, 2) @ h, SEQUENCE),
-    "gram_einsum": (lambda h: torch.einsum("bti,btj->bij", h, h), SEQUENCE),
     "outer": (lambda h: h[:, :, None] * h[:, None, :], X),
     "outer_sum": (lambda h: h.unsqueeze(2) + h.unsqueeze(1), X),
-    "outer_einsum": (lambda h: torch.einsum("bi,bj->bij", h, h), X),
     "triple": (lambda h: h[:, :, None, None] * h[:, None, :, None] * h[:, None, None], X),
 }
 for kind, (pair, x) in PAIRS.items():

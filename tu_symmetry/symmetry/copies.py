@@ -47,8 +47,6 @@ def switches(model: nn.Module) -> bool:
 
 
 class _Plain(nn.Module):
-    """What ``torch.compile`` wraps, under the names that it gives to the weights."""
-
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._orig_mod = module

@@ -98,6 +98,5 @@ def _shifted(value: Value, other: Value, output: Value) -> list[Proof]:
 
 
 def _all_different(value: Value) -> bool:
-    """Whether entries differ along every axis that has units, and there is one."""
     own = units_of(value.labels)
     return bool(len(own)) and bool(among(own, different(value)).all())

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.symmetry import distinct, nodes, views
 from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, among, kinds, pinned_value, units_of
@@ -77,8 +77,6 @@ def interpret(traces: Sequence[Trace], nestings: Nestings) -> Ledger:
 
 
 class _Interpreter:
-    """One walk through one graph."""
-
     def __init__(
         self, ledger: Ledger, module: torch.fx.GraphModule, reading: Reading, following: Following = NOTHING
     ) -> None:
@@ -89,7 +87,6 @@ class _Interpreter:
         self.compares = any(map(finds_positions, module.graph.nodes))
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """Results of the graph for the given inputs, as values."""
         *before, output = self.module.graph.nodes
         live = nodes.live_nodes(self.module.graph)
         self.env.update(zip((node for node in before if node.op == "placeholder"), inputs, strict=False))
@@ -176,7 +173,7 @@ class _Interpreter:
                 self.env[node] = target(*arguments, **options)
             self._alias(node)
             return
-        given = _each(arguments_of(node), lambda n: n)
+        given = arguments_of(node)
         known = {n: self._known(n) for n in node.all_input_nodes}
         bound = _each(given, known.__getitem__)
         self._note(node, traits)
@@ -214,13 +211,11 @@ class _Interpreter:
             self._write(node, node.args[0])
 
     def _keep(self, node: Node, values: list[Value]) -> None:
-        """Observe the values of a node, and let them stand for it."""
         for value in values:
             self.ledger.observe(value)
         self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
 
     def _piece(self, node: Node) -> None:
-        """One of the outputs of an operator."""
         source, position = node.args
         assert isinstance(source, Node)
         self.env[node] = self.env[source][position]
@@ -254,14 +249,12 @@ class _Interpreter:
         return found if isinstance(output, (tuple, list)) else (found[0] if found else None)
 
     def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-        """Results of a graph within the graph."""
         found = _Interpreter(self.ledger, module, self.reading).run(inputs)
         return [replace(v, depends=distinct.ANYTHING) if isinstance(v, Value) else v for v in found]
 
     # -- what is known of tensors beside their labels -----------------------------------------------------------
 
     def _note(self, node: Node, traits: frozenset[str]) -> None:
-        """What an operator reads, and what it only moves."""
         tensors = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
         found = "picks" in traits and len(tensors) == 2 and picked(self.env[tensors[1]], 0) is not None
         if tensors and ("moves" in traits or found):
@@ -280,27 +273,17 @@ class _Interpreter:
     def _points(self, name: str, bound: dict[str, Any]) -> Label:
         """Settle what the arguments name: units are pinned where numbers are read; what is kept goes to the outputs."""
         policy = POSITIONS.get(name, "pin")
-        if policy == "read":
+        named = [v for v in tree_leaves(bound) if isinstance(v, Value) and v.points]
+        if policy == "read" or not named:
             return ()
-        kept: Label = ()
-
-        def settled(value: Any) -> Any:
-            nonlocal kept
-            if not isinstance(value, Value) or not value.points:
-                return value
-            if policy == "pin":
-                self.ledger.pin_label(value.points, "its position is read as a number")
-            kept = value.points if policy == "keep" else ()
-            return replace(value, points=())
-
-        for key, argument in bound.items():
-            bound[key] = [settled(v) for v in argument] if isinstance(argument, list) else settled(argument)
-        return kept
+        for value in named if policy == "pin" else ():
+            self.ledger.pin_label(value.points, "its position is read as a number")
+        bound |= tree_map_only(Value, lambda v: replace(v, points=()) if v.points else v, bound)
+        return named[-1].points if policy == "keep" else ()
 
     def _facts(
         self, node: Node, traits: frozenset[str], given: dict[str, Any], known: dict[Node, Any], outputs: list[Value]
     ) -> dict[str, Any]:
-        """What is known of an operator's results beside labels and scales."""
         inputs = [n for n in known if isinstance(n.meta.get("val"), Tensor)]
         seen = [known[n] for n in inputs]
         moves = "moves" in traits
@@ -341,19 +324,22 @@ class _Interpreter:
             return
         root = self.root.get(written, written)
         others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
-        chain = self._put_back(written, self.env[node])
-        self.env[written] = self.env[node]
+        before = {n: distinct.dependence(v for v in tree_leaves(self.env[n]) if isinstance(v, Value)) for n in others}
+        new: Value = self.env[node]
+        chain = self._put_back(written, new)
+        self.env[written] = new
         read = [n for n in others if any(self.order[u] > self.order[node] for u in n.users)]
         if chain is None:
             for other in read:
                 self.env[other] = _mapped(self._gone, self.env[other])
             if read:
-                self.ledger.pin(self.env[node], OVERWRITTEN)
-        for other in others if chain is not None else ():
-            if other not in chain:
+                self.ledger.pin(new, OVERWRITTEN)
+        for other in others:
+            if chain is not None and other not in chain:
                 self._refresh(other)
         for other in others:
-            self.env[other] = _mapped(partial(_changed, zero=self.env[node].zero), self.env[other])
+            changed = partial(_changed, zero=new.zero, depends=before[other] | new.depends)
+            self.env[other] = _mapped(changed, self.env[other])
 
     def _gone(self, held: Any) -> Value:
         self.ledger.pin(value := self._value(held), OVERWRITTEN)
@@ -392,11 +378,10 @@ class _Interpreter:
         return source, overwritten(self.ledger, replace(old, parameter=None), axis, positions, content)
 
     def _refresh(self, node: Node) -> None:
-        """Look again at memory that was written to elsewhere."""
         source: Any = node.args[0]
         if node.target is operator.getitem:
             self.env[node] = self.env[source][node.args[1]]
-        elif writes(node.target):  # type: ignore[arg-type]  # what a write returned
+        elif writes(node.target):  # what a write returned
             self.env[node] = self.env[source]
         else:
             bound = _each(arguments_of(node), self._known)
@@ -416,17 +401,10 @@ def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int)
 
 def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:
     """Arguments with what ``read`` says of each node in its place."""
-
-    def bound(argument: Any) -> Any:
-        if isinstance(argument, Node):
-            return read(argument)
-        return [bound(a) for a in argument] if isinstance(argument, (list, tuple)) else argument
-
-    return {name: bound(argument) for name, argument in given.items()}
+    return {name: torch.fx.node.map_arg(argument, read) for name, argument in given.items()}
 
 
 def _named(given: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments by name; those of a list by the argument's name and a number."""
     for name, argument in given.items():
         if isinstance(argument, list):
             yield from ((f"{name} {k}", item) for k, item in enumerate(argument))
@@ -449,7 +427,7 @@ def _same_memory(view: Node, source: Node) -> bool:
             if isinstance(t := n.meta["val"], Tensor)
         }
         args, kwargs = torch.fx.node.map_arg((view.args, view.kwargs), fresh.__getitem__)
-        again: Tensor = tree_leaves(target(*args, **kwargs))[0]
+        again: Tensor = tree_leaves(target(*args, **kwargs))[0]  # type: ignore[operator]
     return again.untyped_storage()._cdata == fresh[source].untyped_storage()._cdata
 
 
@@ -479,15 +457,14 @@ def interchangeable(square: NDArray[Any]) -> Array:
 
 
 def _mapped(function: Callable[[Any], Any], held: Any) -> Any:
-    """The function of what stands for a node, or of each of its pieces."""
     return list(map(function, held)) if isinstance(held, list) else function(held)
 
 
-def _changed(held: Any, *, zero: bool) -> Any:
+def _changed(held: Any, *, zero: bool, depends: int) -> Any:
     """What stands for memory that was written to elsewhere (with zeros): less is known of it."""
     if not isinstance(held, Value):
         return held
-    return replace(held, zero=held.zero and zero, proofs=(), depends=distinct.ANYTHING)
+    return replace(held, zero=held.zero and zero, proofs=(), depends=depends)
 
 
 def _with(value: Value, facts: dict[str, Any]) -> Value:

@@ -29,6 +29,7 @@ from tu_symmetry.symmetry.algebra import (
     varies,
 )
 
+Labels = Sequence[Label]
 Nesting = dict[int, tuple[int, ...]]  # axis of a parameter to the axes that it is nested in, outermost first
 
 
@@ -182,13 +183,7 @@ class Ledger:
                 self.pins.append((units, reason))
 
     def unify(
-        self,
-        a: Label,
-        b: Label,
-        reason_a: str = "",
-        reason_b: str = "",
-        axis: int | None = None,
-        others: Sequence[Label] | None = None,
+        self, a: Label, b: Label, reason_a: str = "", reason_b: str = "", axis: int | None = None, others: Labels = ()
     ) -> Label:
         """Demand that two axes be indexed by the same units; returns the label to go on with.
 
@@ -201,7 +196,7 @@ class Ledger:
         if not a or not b:
             self.pin_label(a or b, (reason_b if a else reason_a) or "meets a fixed axis", axis)
             return ()
-        if axis is not None and others is not None and len(a) == len(b) == 1:
+        if axis is not None and others and len(a) == len(b) == 1:
             shared = self.share(a, b, axis, others) or self.share(b, a, axis, others)
             if shared:
                 return shared
@@ -283,7 +278,7 @@ class Ledger:
         self.ties += [(units, rows[:, 0]), (units, rows[:, 1])]
         return (tighten(units[inverse.reshape(-1)].reshape(x.shape)),)
 
-    def share(self, own: Label, common: Label, axis: int, others: Sequence[Label]) -> Label:
+    def share(self, own: Label, common: Label, axis: int, others: Labels) -> Label:
         """Bind units of which each block has its own to pairs of a common unit and the block; () if not so.
 
         ``[[0, 1], [2, 3]]`` in blocks ``[[8], [9]]`` that meets ``[[5, 6]]``: ``0 = (5, 8), 1 = (6, 8), 2 = (5, 9)``...
@@ -298,7 +293,7 @@ class Ledger:
         self.shared += parts[1:]
         return common if parts else ()
 
-    def place_in_blocks(self, units: Array, axis: int, labels: Sequence[Label]) -> bool:
+    def place_in_blocks(self, units: Array, axis: int, labels: Labels) -> bool:
         """Fix units where they are in their blocks, which may still move whole; False where there are no blocks."""
         outer = [k for k in varies(units) if k != axis]
         if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
@@ -359,7 +354,6 @@ class Ledger:
         return self.rescale(value, (*terms, (1.0, self.fresh_variables(shape))))
 
     def _units_of(self, name: str, axis: int, shape: tuple[int, ...]) -> Array:
-        """New units of a parameter's axis."""
         units = self.fresh_units(math.prod(shape))
         self._origins.append((self.units - len(units), self.units, name, axis))
         return units.reshape(shape)
@@ -431,7 +425,6 @@ class Ledger:
 
 
 def _in_order(components: list[Array], like: list[Array]) -> list[Array]:
-    """The components of a factored axis in the order in which others split its positions into the same parts."""
     if all(x.shape == y.shape and np.array_equal(x, y) for x, y in zip(components, like, strict=True)):
         return components
     found = {_parts(component): component for component in components}
@@ -440,6 +433,5 @@ def _in_order(components: list[Array], like: list[Array]) -> list[Array]:
 
 
 def _parts(component: Array) -> bytes:
-    """Which positions hold the same entry, whatever it is."""
     _, first, inverse = np.unique(component, return_index=True, return_inverse=True)
     return first[inverse.reshape(-1)].astype(np.int64).tobytes()

@@ -94,7 +94,7 @@ def rule_name_of(target: Any) -> str:
     return name[:-1] if writes(target) and name.endswith("_") else name
 
 
-def writes(target: torch._ops.OpOverload) -> bool:
+def writes(target: Any) -> bool:
     """Whether an operator writes to its first argument."""
     arguments = target._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and arguments[0].alias_info.is_write

@@ -102,7 +102,6 @@ def _blocks(ledger: Ledger) -> tuple[Array, Array]:
 
 
 def _with_blocks(units: Array, blocks: tuple[Array, Array]) -> Array:
-    """Units, the blocks that they stand in, and the blocks that these stand in."""
     found = new = units
     while len(new):
         ends = (np.searchsorted(blocks[0], new, side).tolist() for side in ("left", "right"))

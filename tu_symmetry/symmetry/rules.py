@@ -45,22 +45,19 @@ def register_rule(
     """Register a rule for one or more operators.
 
     Args:
-        operators: names such as ``"aten.relu"`` or ``"mylib.swish"`` (namespace and name, without the overload; a
-            trailing underscore of an in-place variant is covered too), also several of them in one text.
+        operators: names such as ``"aten.relu"`` or ``"mylib.swish"`` (namespace and name; in-place variants are
+            covered too), also several of them in one text.
         positions: what becomes of a tensor whose entries are positions of hidden units (what ``argmax`` returns). By
-            default the units are pinned, since an ordinary operator reads the numbers; ``"keep"`` is for operators
-            that only move or copy the entries of their one tensor; a rule with ``"read"`` looks at ``Value.points``.
+            default the units are pinned; ``"keep"`` is for operators that only move or copy the entries of their one
+            tensor; a rule with ``"read"`` looks at ``Value.points``.
         traits: what else is known of the operators, see ``TRAIT_NAMES``; what is not said is not relied on.
 
     Raises:
         ValueError: for a trait that does not exist.
 
     Returns:
-        A decorator for a function from a :class:`Call` to the output's value (or a list of values). Example::
-
-            @register_rule("mylib.scaled_relu")
-            def scaled_relu(call):
-                return elementwise(call, homogeneous=True)
+        A decorator for a function from a :class:`Call` to the output's value, or a list of values: for example
+        ``lambda call: elementwise(call, homogeneous=True)``.
     """
     unheard = sorted(set(traits) - TRAIT_NAMES.keys())
     if unheard:

@@ -76,7 +76,6 @@ def _functions(held: Any) -> Iterator[types.FunctionType]:
 
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
-    """Names and texts that a code object, or one within it, holds."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -223,7 +223,6 @@ def _exported(model: nn.Module, program: torch.export.ExportedProgram) -> Trace:
 def _enter(
     name: str, tensor: Tensor, node: torch.fx.Node, live: bool, constants: dict[str, Tensor]
 ) -> Parameter | Tensor:
-    """What stands for a tensor of the state dict: a parameter, or a constant that is read by value."""
     continuous = is_continuous(tensor)
     if tensor.layout == torch.strided and (continuous or enters_as_data(node)):
         return Parameter(name, tuple(tensor.shape), continuous, isinstance(tensor, nn.Parameter))
@@ -253,13 +252,8 @@ def _recorded(
         with _Whole():
             return torch.func.functional_call(model, tensors, *tree_unflatten(again, spec))
 
-    graph_module = make_fx(
-        forward,
-        tracing_mode="real",
-        pre_dispatch=not batched,
-        _allow_non_fake_inputs=True,
-        _error_on_data_dependent_ops=False,
-    )(tensors, given)
+    record = make_fx(forward, pre_dispatch=not batched, _allow_non_fake_inputs=True, _error_on_data_dependent_ops=False)
+    graph_module = record(tensors, given)
     constants: dict[str, Tensor] = {}
     nodes = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     live = live_nodes(graph_module.graph)

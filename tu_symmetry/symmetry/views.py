@@ -269,6 +269,9 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
             sized = [in_full(v, k, axis) for v in values]
             labels[k] = tuple(tighten(_join([p[r] for p in sized], axis)) for r in range(len(own[0])))
             continue
+        if spread:
+            values = [unnest(ledger, v, axis) for v in values]
+            labels[k] = values[0].labels[k]
         for value in values[1:]:
             labels[k] = ledger.unify(labels[k], value.labels[k], reasons[k], value.reasons[k], k)
     parts = [in_full(v, axis) for v in values]
@@ -426,7 +429,6 @@ def _simplify(ledger: Ledger, components: list[Array]) -> Label:
 
 
 def _nest(ledger: Ledger, units: Array, blocks: Array) -> None:
-    """Record the block of each unit, which is left out of a label because the unit tells it."""
     if units is not blocks:
         x, y = (z.reshape(-1) for z in np.broadcast_arrays(units, blocks))
         both = (x >= 0) & (y >= 0)
@@ -457,7 +459,6 @@ def _join(arrays: Sequence[Array], axis: int, origins: Sequence[int] | None = No
 
 
 def _determines(a: Array, b: Array) -> bool:
-    """Whether b is a function of a, entry by entry, on the units of both."""
     x, y = (z.reshape(-1) for z in np.broadcast_arrays(a, b))
     if (x < 0).any():
         return False

@@ -114,15 +114,10 @@ def resolve_classes(count: int, ties: Ties, pins: Pins, bindings: Sequence[Bindi
 
 def _table(bindings: Sequence[Binding]) -> tuple[Array, Array]:
     """All bound units ``[n]``, and what each is bound to ``[n, arity]``, filled up with -1."""
-    arity = max((len(binding.parts) for binding in bindings), default=1)
-    keys = np.concatenate([b.units.reshape(-1) for b in bindings]) if bindings else np.empty(0, np.int64)
-    rows = np.full((len(keys), arity), -1, dtype=np.int64)
-    start = 0
-    for units, parts in bindings:
-        for k, part in enumerate(parts):
-            rows[start : start + units.size, k] = part.reshape(-1)
-        start += units.size
-    return keys, rows
+    arity = max((len(parts) for _, parts in bindings), default=1)
+    filled = [(*parts, *[np.full_like(units, -1)] * (arity - len(parts))) for units, parts in bindings]
+    keys = np.concatenate([np.empty(0, np.int64), *(units for units, _ in bindings)])
+    return keys, np.concatenate([np.empty((0, arity), np.int64), *(np.stack(parts, axis=1) for parts in filled)])
 
 
 def _agreement(classes: Array, rows: Array, resolved: Array) -> tuple[list[tuple[Array, Array]], list[Array]]:

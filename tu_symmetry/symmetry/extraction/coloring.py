@@ -82,7 +82,6 @@ def color(ledger: Ledger, classes: Classes, tags: Sequence[Tag], tag_of_unit: Ha
 
 
 def _add(total: Hash, component: Array, context: Hash) -> None:
-    """Add what classes meet somewhere to their hashes; codes of fixed positions stand for nothing here."""
     component, context = np.broadcast_arrays(component, context)
     moving = component >= 0
     with np.errstate(over="ignore"):

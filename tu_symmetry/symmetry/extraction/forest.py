@@ -93,7 +93,6 @@ def _present(labels: Labels, count: int, edges: Edges) -> Array:
 
 
 def _by_color(units: Array, colors: Array) -> dict[int, Array]:
-    """The units of each color, ascending."""
     order = units[np.argsort(colors[units], kind="stable")]
     found, starts = np.unique(colors[order], return_index=True)
     pieces = np.split(order, starts[1:]) if len(order) else []
@@ -101,7 +100,6 @@ def _by_color(units: Array, colors: Array) -> dict[int, Array]:
 
 
 def _pairs(edges: Edges, colors: Array) -> Pairs:
-    """The edges by the colors of their ends."""
     found: Pairs = {}
     if not len(edges.child):
         return found
@@ -141,8 +139,6 @@ def plant(labels: Labels, classes: Classes, coloring: Coloring) -> Forest:
 
 
 class _Planting:
-    """Places one color after the other; what :func:`plant` works on."""
-
     def __init__(self, labels: Labels, classes: Classes, coloring: Coloring) -> None:
         self.count = classes.count
         self.colors = coloring.colors
@@ -181,7 +177,6 @@ class _Planting:
             self.reasons.setdefault(unit, reason)
 
     def _around(self, outer: int, block: Array) -> dict[int, Array]:
-        """The blocks of units, the blocks that these stand in, and so on, by their colors."""
         found = {outer: block}
         for node in _chain(self.nodes, outer):
             if node.parent is not None:
@@ -235,7 +230,6 @@ class _Planting:
             outer = node.parent
 
     def _nested(self, color: int, units: Array, outer: int, block: Array) -> Node:
-        """The node of units that stand in one block each."""
         parent = self.nodes[outer]
         flat = parent.units.reshape(-1)
         place = np.full(self.count, -1, dtype=np.int64)

@@ -67,7 +67,6 @@ class Reader:
         return found
 
     def _along(self, name: str, axis: int, label: Label) -> Iterator[tuple[int, PermutationMember]]:
-        """The members of all nodes along one axis."""
         if not any((c >= 0).any() for c in label):
             return
         held = distinct(np.concatenate([c[c >= 0] for c in label]))
@@ -84,7 +83,6 @@ class Reader:
 
     @cached_property
     def _owned(self) -> dict[int, Owned]:
-        """For each node that moves, what belongs to its units."""
         table: dict[int, Owned] = {}
         for node in self.forest.nodes.values():
             if not self.forest.proper(node):
@@ -105,7 +103,6 @@ class Reader:
 
     @cached_property
     def _places(self) -> Array:
-        """The place of each class in its block."""
         places = np.arange(len(self.colors))
         for node in self.forest.nodes.values():
             places[node.units] = np.arange(node.size)
@@ -152,7 +149,6 @@ class Reader:
         return Lying(owner, slot, rest)
 
     def _member(self, node: Node, name: str, axis: int, lying: Lying) -> PermutationMember | None:
-        """Where the units of a node lie along an axis; None for blocks that need no move along it."""
         shape = lying.owner.shape
         nested = [k for k, n in enumerate(shape) if k != axis and n > 1]
         if len(nested) > 1:

@@ -156,7 +156,6 @@ def _bilinear(call: Call) -> Value:
 
 @register_rule("embedding_bag")
 def _bag(call: Call) -> list[Value]:
-    """Sums, means and maxima of rows; the other outputs count the rows."""
     call.pin("indices", "an index")
     for name in ("offsets", "per_sample_weights"):
         call.pin(name, name)
@@ -168,7 +167,6 @@ def _bag(call: Call) -> list[Value]:
 
 @register_rule("cdist", traits=("spreads",))
 def _distances(call: Call) -> Value:
-    """Distances between rows, symmetric in the columns."""
     sides = [call["x1"], call["x2"]]
     ndim = len(call.shape)
     lead = "abcdef"[: ndim - 2]
@@ -201,19 +199,15 @@ def _grouped(call: Call) -> Value:
     (a, b), ledger = call.tensors[:2], call.ledger
     call.pin("offs", "offsets of experts")
     call.pin("bias", "bias of experts")
-    if a.ndim == 2 and b.ndim == 3:
-        fresh = ledger.fresh(b) or b.sole
-        a = views.mix(ledger, a, 0, "rows are dealt out to experts")
-        b = views.mix(ledger, b, 0, "experts are told apart by offsets")
-        one = views.at_first(ledger, b, 0)
-        if fresh:  # a factor on all experts is what their outputs offer already
-            ledger.pin_scale(tuple(t for t in one.scale if t[1].size == 1))
-            one = replace(one, scale=tuple(t for t in one.scale if t[1].size > 1), sole=True)
-        result = contract(call, [a, one], ["xy", "yz"], "xz")
-    elif a.ndim == 3 and b.ndim == 3:
-        result = contract(call, [a, b], ["exy", "eyz"], "exz")
-    else:
+    if (a.ndim, b.ndim) != (2, 3):
         return unknown(call)
+    fresh = ledger.fresh(b) or b.sole
+    a = views.mix(ledger, a, 0, "rows are dealt out to experts")
+    one = views.at_first(ledger, views.mix(ledger, b, 0, "experts are told apart by offsets"), 0)
+    if fresh:  # a factor on all experts is what their outputs offer already
+        ledger.pin_scale(tuple(t for t in one.scale if t[1].size == 1))
+        one = replace(one, scale=tuple(t for t in one.scale if t[1].size > 1), sole=True)
+    result = contract(call, [a, one], ["xy", "yz"], "xz")
     return replace(result, scale=()) if call.get("bias") is not None else result
 
 
@@ -236,7 +230,7 @@ def _inverse(call: Call) -> Value:
 def _determinant(call: Call) -> list[Value]:
     """The logarithm of the modulus; an odd permutation of the rows alone turns the sign."""
     if 0 in call.used:
-        return unknown(call)  # type: ignore[no-any-return]
+        return unknown(call)
     value = call.ledger.unscaled(_matrix(call))
     return [views.drop(call.ledger, value, (value.ndim - 1, value.ndim - 2))] * 2
 

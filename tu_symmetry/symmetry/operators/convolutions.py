@@ -33,11 +33,11 @@ def _conv(call: Call) -> Value:
         if weight.labels[k]:
             ledger.pin_label(weight.labels[k], "kernel position")
             weight = ledger.relabel(weight, k, (), "kernel position")
-    terms = [(c, v) for c, v in weight.scale if all(n == 1 for n in v.shape[2:])]
-    for c, v in weight.scale:
-        if any(n > 1 for n in v.shape[2:]):
-            ledger.pin_scale(((c, v),))
-    kernel = views.arranged(replace(weight, scale=tuple(terms)), (0, 1), lambda a: a.reshape(a.shape[:2]))
+    for term in weight.scale:
+        if any(n > 1 for n in term[1].shape[2:]):
+            ledger.pin_scale((term,))
+    terms = tuple(t for t in weight.scale if all(n == 1 for n in t[1].shape[2:]))
+    kernel = views.arranged(replace(weight, scale=terms), (0, 1), lambda a: a.reshape(a.shape[:2]))
     kernel = replace(kernel, parameter=weight.parameter if groups > 1 else None)
     inputs = views.channel(ledger, value, axis)
     if groups == 1:
@@ -55,9 +55,7 @@ def _conv(call: Call) -> Value:
     out = add_bias(call, views.reshape(ledger, out, (math.prod(shape),)), call.get("bias"), 0)
     ndim = len(call.shape)
     laid = views.reshape(ledger, out, [out.shape[0] if k == axis else 1 for k in range(ndim)])
-    reasons = tuple(
-        laid.reasons[k] if k == axis else ("batch" if k < axis else "spatial position") for k in range(ndim)
-    )
+    reasons = (*["batch"] * axis, laid.reasons[axis], *["spatial position"] * (ndim - axis - 1))
     result = replace(laid, shape=call.shape, reasons=reasons)
     if batched:
         samples = (c[(slice(None),) + (slice(0, 1),) * (c.ndim - 1)] for c in value.labels[0])
@@ -83,7 +81,6 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:
-    """A convolution with a kernel of one: a linear map of the channels at each position, which may move."""
     lead, space = "n"[:axis], "abc"[: weight.ndim - 2]
     kernel = _as_free(call, weight, views.reshape(call.ledger, weight, weight.shape[:2]))
     spec = [f"{lead}y{space}", "yz" if transposed else "zy"]
@@ -149,7 +146,6 @@ def _sample(call: Call) -> list[Value]:
 
 @register_rule("col2im")
 def _fold(call: Call) -> Value:
-    """Channels times kernel positions by windows, summed into an image."""
     ledger, value, taps = call.ledger, call["self"], math.prod(call["kernel_size"])
     value = views.at_first(ledger, views.mix(ledger, value, value.ndim - 1, "spatial position"), value.ndim - 1)
     *lead, rows = value.shape
@@ -164,9 +160,8 @@ def _unfold(call: Call) -> Value:
     space = value.ndim - 2, value.ndim - 1
     flat = views.at_first(call.ledger, views.mix(call.ledger, value, space, "spatial position"), *space)
     taps = math.prod(call["kernel_size"])
-    wide = views.reshape(call.ledger, flat, (*flat.shape, 1, 1)).with_axis(
-        flat.ndim, size=taps, reason="kernel position"
-    )
+    wide = views.reshape(call.ledger, flat, (*flat.shape, 1, 1))
+    wide = wide.with_axis(flat.ndim, size=taps, reason="kernel position")
     *lead, channels = flat.shape
     return replace(views.reshape(call.ledger, wide, (*lead, channels * taps, 1)), shape=call.shape)
 

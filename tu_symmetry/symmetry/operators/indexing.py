@@ -45,14 +45,10 @@ def _embedding(call: Call) -> Value:
 
 @register_rule("index_select", positions="read", traits=("picks",))
 def _index_select(call: Call) -> Value:
-    index: Value = call["index"]
-    if not index.ndim:
-        index = replace(index, shape=(1,), labels=((),), reasons=("indexed",))
-    return _look_up(call, call["self"], call.axis(), index, call.constants.get("index"), "indexed")
+    return _look_up(call, call["self"], call.axis(), call["index"], call.constants.get("index"), "indexed")
 
 
 def _look_up(call: Call, value: Value, axis: int, index: Value, constant: object, reason: str) -> Value:
-    """Replace an axis by the axes of an index."""
     positions = picked(constant, value.shape[axis])
     if positions is not None:
         return views.take(call.ledger, value, axis, positions)
@@ -107,23 +103,19 @@ def joined(call: Call, values: list[Value], axis: int, label: Label, reason: str
 
 @register_rule("gather", "take_along_dim", positions="read", traits=("picks",))
 def _gather(call: Call) -> Value:
-    value, index, dim = call["self"], call.get("index", call.get("indices")), call.arguments.get("dim")
-    if dim is None or not value.ndim:
+    value, index = call["self"], call.get("index", call.get("indices"))
+    if call.get("dim") is None:
         return unknown(call)
-    axis = dim % value.ndim
+    axis = call.axis()
+    if call.name == "gather" and any(index.shape[k] < n for k, n in enumerate(value.shape) if k != axis):  # a part
+        return unknown(call)
     value = meet(call, value, axis, index, "gathered")
-    for k in range(value.ndim):
-        if k != axis and 1 < index.shape[k] < value.shape[k]:
-            value = views.take(call.ledger, value, k, np.arange(index.shape[k]))
-        elif k != axis and call.name == "gather" and index.shape[k] < value.shape[k]:
-            value = views.take(call.ledger, value, k, np.arange(1))
     row = views.drop(call.ledger, value, axis, keep=True)
     return replace(joined(call, [row, index], axis, index.labels[axis], index.reasons[axis]), scale=value.scale)
 
 
 @register_rule("one_hot", positions="read")
 def _one_hot(call: Call) -> Value:
-    """A last axis that the entries name."""
     index: Value = call["self"]
     laid = views.reshape(call.ledger, replace(index, points=()), (*index.shape, 1))
     points = index.points

@@ -21,7 +21,6 @@ def _absorb(call: Call, value: Value, eps: float | None) -> Value:
 
 
 def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
-    """Multiply by a weight and add a bias that lie along the given axes, where there are any."""
     ledger = call.ledger
     for name in ("weight", "bias"):
         operand: Value | None = call.get(name)

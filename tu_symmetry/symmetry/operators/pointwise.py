@@ -130,7 +130,6 @@ def _prelu(call: Call) -> Value:
 
 @register_rule("item _local_scalar_dense equal is_nonzero _assert_async _assert_scalar sym_constrain_range_for_size")
 def _item(call: Call) -> Value:
-    """The program reads numbers and may branch on them, or checks them."""
     for value in call.tensors:
         call.ledger.pin(value, "read by the program")
     return pinned_value((), "read by the program")

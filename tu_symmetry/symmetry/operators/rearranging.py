@@ -14,8 +14,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
 @register_rule(
-    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze reshape_as view_as ravel squeeze_copy "
-    "unsqueeze_copy view_copy",
+    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze reshape_as view_as ravel",
     positions="keep",
     traits=("moves", "same"),
 )
@@ -26,9 +25,7 @@ def _reshape(call: Call) -> Value:
 
 
 @register_rule(
-    "permute transpose t swapaxes swapdims movedim moveaxis adjoint mT numpy_T transpose_copy permute_copy",
-    positions="keep",
-    traits=("moves",),
+    "permute transpose t swapaxes swapdims movedim moveaxis adjoint mT numpy_T", positions="keep", traits=("moves",)
 )
 def permute(call: Call) -> Value:
     """Axes in another order, which the operator shows on a tensor of which the length of each axis is its number."""
@@ -41,18 +38,17 @@ def _positions(call: Call, axis: int) -> Array:
     """The positions along an axis that the operator takes, which it shows on their numbers."""
     value, *given = call.arguments.values()
     numbers = torch.arange(value.shape[axis], device="cpu").reshape([-1 if k == axis else 1 for k in range(value.ndim)])
-    return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()  # type: ignore[no-any-return]
+    return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()
 
 
 @register_rule("broadcast_tensors")
-@register_rule("expand", "expand_as", "broadcast_to", "expand_copy", positions="keep", traits=("moves",))
+@register_rule("expand", "expand_as", "broadcast_to", positions="keep", traits=("moves",))
 def _expand(call: Call) -> list[Value]:
     return [views.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=False)]
 
 
 @register_rule("repeat", "tile", "repeat_interleave", traits=("moves",))
 def _repeat(call: Call) -> Value:
-    """Copies along axes: their order does not matter."""
     value: Value = call["self"]
     ledger = call.ledger
     if call.name == "repeat_interleave":
@@ -73,9 +69,8 @@ def _repeat(call: Call) -> Value:
     return value
 
 
-@register_rule("diagonal", "diagonal_copy", "linalg_diagonal", "trace")
+@register_rule("diagonal", "linalg_diagonal", "trace")
 def _diagonal(call: Call) -> Value:
-    """Entries whose positions along two axes go together; ``trace`` sums them up."""
     value: Value = call.get("self", call.get("A"))
     first, second = (-2, -1) if call.name == "linalg_diagonal" else (0, 1)
     first, second = call.get("dim1", first) % value.ndim, call.get("dim2", second) % value.ndim
@@ -105,11 +100,7 @@ def _cat(call: Call) -> Value:
     return views.concatenate(call.ledger, values, int(call.name == "hstack" and values[0].ndim > 1))
 
 
-@register_rule(
-    "chunk split split_with_sizes tensor_split split_copy unsafe_chunk unsafe_split",
-    positions="keep",
-    traits=("moves",),
-)
+@register_rule("chunk split split_with_sizes tensor_split", positions="keep", traits=("moves",))
 def _split(call: Call) -> list[Value]:
     axis = call.axis(default=0)
     return views.split(call.ledger, call["self"], axis, [s[axis] for s in call.outputs])
@@ -146,7 +137,7 @@ def _with_pieces(call: Call, axis: int) -> Value:
     return value
 
 
-@register_rule("select", "select_copy", positions="keep", traits=("moves",))
+@register_rule("select", positions="keep", traits=("moves",))
 def _select(call: Call) -> Value:
     axis, index = call.axis(), call["index"]
     if not isinstance(index, int):
@@ -155,7 +146,7 @@ def _select(call: Call) -> Value:
     return views.take(call.ledger, value, axis, index % value.shape[axis])
 
 
-@register_rule("slice", "narrow", "slice_copy", positions="keep", traits=("moves",))
+@register_rule("slice", "narrow", positions="keep", traits=("moves",))
 def _slice(call: Call) -> Value:
     value, axis = call["self"], call.axis(default=0)
     whole = call.shape[axis] == value.shape[axis]
@@ -164,7 +155,6 @@ def _slice(call: Call) -> Value:
 
 @register_rule("flip", "fliplr", "flipud", "roll", "rot90", traits=("moves",))
 def _turn(call: Call) -> Value:
-    """Positions in another order: backwards, or rolled."""
     if call.name == "roll" and not call.get("dims"):  # as if there were one axis
         return unknown(call)
     value = call["self"]

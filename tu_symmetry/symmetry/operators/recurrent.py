@@ -54,7 +54,6 @@ def _recurrent(call: Call) -> list[Value]:
 
 @register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
 def _cell(call: Call) -> list[Value]:
-    """One step: the new states are indexed by the hidden units, as the old ones are."""
     ledger = call.ledger
     value = views.unnest(ledger, call["input"], call["input"].ndim - 1)
     batch = (value.labels[0], value.reasons[0]) if value.ndim == 2 else ((), "")
@@ -112,7 +111,6 @@ def _of_samples(value: Value, axis: int, batch: Samples) -> Value:
 
 
 def _of_cells(call: Call, cell: Value, shape: tuple[int, ...], batch: Samples) -> Value:
-    """States ``[..., samples, hidden]``, or ``[..., hidden]`` where there is one sample."""
     laid = views.reshape(call.ledger, cell, [1] * (len(shape) - 1) + [cell.shape[0]])
     states = replace(laid, shape=shape)
     return _of_samples(states, len(shape) - 2, batch) if len(shape) > 1 and batch[0] else states

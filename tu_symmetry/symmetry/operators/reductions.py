@@ -14,6 +14,7 @@ from tu_symmetry.symmetry.distinct import different
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
 from tu_symmetry.symmetry.rules import Call, register_rule
 
+FINDING = ("max", "min", "median", "nanmedian", "kthvalue", "mode")
 MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
 
 
@@ -50,7 +51,9 @@ def _dims(call: Call, value: Value) -> list[int]:
     "median",
     traits=("statistic",),
 )
-@register_rule("nansum nanmean nanmedian nuclear_norm count_nonzero prod any all _is_all_true _is_any_true")
+@register_rule(
+    "nansum nanmean nanmedian kthvalue mode nuclear_norm count_nonzero prod any all _is_all_true _is_any_true"
+)
 def _reduce(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("A"))
     name = call.name
@@ -68,14 +71,20 @@ def _reduce(call: Call) -> Value | list[Value]:
     found = replace(value, scale=times(value.scale, 2.0)) if name in ("var", "var_mean") else value
     if len(call.outputs) == 1:
         return found
-    if name in ("max", "min", "median", "nanmedian"):  # the second output holds positions: they move with the units
+    if name in (
+        "max",
+        "min",
+        "median",
+        "nanmedian",
+        "kthvalue",
+        "mode",
+    ):  # the second output holds positions: they move with the units
         return [found, _where(call, call["self"], value, dims[0])]
     return [found, value]
 
 
 @register_rule("histc")
 def _histogram(call: Call) -> Value:
-    """How many entries lie in each interval."""
     value = call.ledger.unscaled(call["self"])
     views.drop(call.ledger, value, range(value.ndim))
     return pinned_value(call.shape, "intervals")
@@ -101,34 +110,21 @@ def _cumulative(call: Call) -> list[Value]:
     "fft_rfftn fft_irfftn"
 )
 def _fourier(call: Call) -> Value:
-    """Linear along the transformed axes, whose positions are mixed."""
     value: Value = call["self"]
-    axes = call.get(
-        "dim", (-2, -1) if call.name.endswith("2") else range(value.ndim) if call.name.endswith("n") else -1
-    )
+    axes = call.get("dim", {"2": (-2, -1), "n": range(value.ndim)}.get(call.name[-1], -1))
     axes = [axis % value.ndim for axis in ([axes] if isinstance(axes, int) else axes)]
     return replace(views.mix(call.ledger, value, axes, "Fourier transform along the axis"), shape=call.shape)
 
 
-@register_rule("sort", "topk", "msort", "argsort")
+@register_rule("sort", "topk", "argsort")
 def _sort(call: Call) -> list[Value]:
-    """Positions along the axis are ranks now."""
     value: Value = call["self"]
-    if not value.ndim:
-        return [value] * len(call.outputs)
-    axis = 0 if call.name == "msort" else call.axis(default=-1)
+    axis = call.axis(default=-1)
     ranked = views.drop(call.ledger, value, axis, keep=True).with_axis(axis, reason="positions are ranks")
     ranked = replace(ranked, shape=call.shape)
     if call.name == "argsort":
         return [_where(call, value, ranked, axis, output=0)]
     return [ranked, _where(call, value, ranked, axis)][: len(call.outputs)]
-
-
-@register_rule("kthvalue", "mode")
-def _kth(call: Call) -> list[Value]:
-    value, axis = call["self"], call.axis(default=-1)
-    found = views.drop(call.ledger, value, axis, keep=bool(call.get("keepdim", False)))
-    return [found, _where(call, value, found, axis)]
 
 
 @register_rule("argmax", "argmin")

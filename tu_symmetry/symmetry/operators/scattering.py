@@ -141,7 +141,6 @@ def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -
 
 @register_rule("max_unpool2d", "max_unpool3d")
 def _unpool(call: Call) -> Value:
-    """Each channel at positions of its own in the image."""
     ndim, space = call["self"].ndim, 2 if call.name.endswith("2d") else 3
     parts = [
         views.mix(call.ledger, call[n], range(ndim - space, ndim), "spatial position") for n in ("self", "indices")
