@@ -37,23 +37,18 @@ class PermutationMember:
 
 @dataclass(frozen=True, eq=False)
 class ScaleMember:
-    """One parameter or buffer that a scale or normalization group multiplies.
+    """One parameter or buffer that a scale or normalization group multiplies; which entries, :class:`ScaleTerm` says.
 
     Attributes:
         parameter: name in the state dict.
-        axis: the axis along which the factor varies, None where one factor multiplies the whole tensor.
+        axis: the (last) axis along which the factor varies, None where one factor multiplies the whole tensor.
         exponent: the tensor is multiplied by ``factor ** exponent``.
-        index: ``[size, copies]`` positions along ``axis`` of each factor, None where ``axis`` is None.
-        within_axis, within: as in :class:`PermutationMember`, with ``within`` of shape ``[size, rows]``.
         buffer: whether it is a buffer (a running statistic), which no optimizer or regularizer counts.
     """
 
     parameter: str
     axis: int | None
     exponent: float
-    index: Tensor | None = None
-    within_axis: int | None = None
-    within: Tensor | None = None
     buffer: bool = False
 
 

@@ -266,41 +266,12 @@ def _groups(
                 touched[k].append((name, term))
     taken: set[str] = set()
     for k, family in enumerate(families):
-        size = len(family.variables)
-        members = tuple(_member(name, term, int(starts[k]), size, name in buffers) for name, term in touched[k])
+        members = []
+        for name, term in touched[k]:
+            axis = max((axis for axis, size in enumerate(term.index.shape) if size > 1), default=None)
+            members.append(ScaleMember(name, axis, term.exponent, name in buffers))
         first = next((m for m in members if m.exponent > 0 and not m.buffer), members[0])
         name = unique(first.parameter.rpartition(".")[0] or first.parameter, taken)
         taken.add(name)
-        yield (ScaleGroup if k < scales else NormalizationGroup)(name, size, members, family.exact)
-
-
-def _member(name: str, term: ScaleTerm, start: int, size: int, buffer: bool) -> ScaleMember:
-    """Where the factors of one group multiply a tensor; the scale terms hold what is too irregular for a member."""
-    array = term.index.numpy() - start
-    array = np.where((array >= 0) & (array < size), array, -1)
-    axes = varies(array)
-    if not axes and array.size == 1:
-        return ScaleMember(name, None, term.exponent, buffer=buffer)
-    if len(axes) == 1:
-        flat = array.reshape(-1)
-        held = np.flatnonzero(flat >= 0)
-        return ScaleMember(name, axes[0], term.exponent, _lines(flat[held], held, size), buffer=buffer)
-    if len(axes) > 2:
-        return ScaleMember(name, axes[-1], term.exponent, buffer=buffer)
-    rows_axis, axis = axes
-    grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
-    places = np.nonzero(grid >= 0)
-    within, index = (_lines(grid[places], lines, size) for lines in places)
-    if within is None or index is None:
-        within = index = None
-    return ScaleMember(name, axis, term.exponent, index, rows_axis, within, buffer)
-
-
-def _lines(factors: Array, lines: Array, size: int) -> torch.Tensor | None:
-    """``[size, lines of each factor]``, ascending; None where factors have more or fewer of them than others."""
-    length = int(lines.max(initial=0)) + 1
-    pairs = distinct(factors * length + lines)
-    counts = np.bincount(pairs // length, minlength=size)
-    if (counts != counts[0]).any():
-        return None
-    return torch.from_numpy((pairs % length).reshape(size, -1))
+        kind = ScaleGroup if k < scales else NormalizationGroup
+        yield kind(name, len(family.variables), tuple(members), family.exact)
