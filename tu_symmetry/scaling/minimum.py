@@ -7,7 +7,7 @@ that shrinks by ``t_j``: so a factor that has mass on one side only is given uni
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +26,14 @@ _PAYS = 0.03  # least relative gain of a sweep
 _TINY = 1e-300
 
 
-@dataclass(frozen=True)
-class Minimum:
-    """Where the mass is least, and how sure that is."""
+class Minimum(NamedTuple):
+    """Where the mass is least, and how sure that is: see :class:`~.canonical.CanonicalForm`."""
 
     log_scale: Tensor  # minimizing log-factors [count]
     mass: float
-    gradient_norm: float  # of the objective, relative to the mass
-    relative_gap: float  # certified upper bound of (F(s) - min F) / F(s), from a feasible point of the dual problem
-    iterations: int  # Newton steps
+    gradient_norm: float
+    relative_gap: float
+    iterations: int
 
 
 @np.errstate(all="ignore")  # trials that are too long overflow, and are refused for it

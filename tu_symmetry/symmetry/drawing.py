@@ -57,12 +57,7 @@ def is_drawing(content: bytes) -> bool:
 
 
 def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
-    """The network with its groups as a page that needs no network: a drawing, its tensors, and all groups.
-
-    Args:
-        graph: the symmetry graph.
-        path: where to write the page too (whole or not at all), or None.
-    """
+    """The network with its groups as a page: a drawing, its tensors, and all groups; also written to ``path``."""
     of = escape(graph.architecture or "a network")
     parts = [
         _HEAD,

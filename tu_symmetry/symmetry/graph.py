@@ -16,14 +16,12 @@ class SymmetryGraph(Symmetries):
     """The symmetries of one architecture, as :func:`discover_symmetries` finds them. ``print(graph)`` is readable.
 
     A graph keeps no weights. Its ``probe`` is a copy of the module without values and the example inputs in float64, so
-    that a graph verifies itself before it first transforms weights, and certifies every transformation. Copies share
-    the probe; pickling and ``torch.save`` leave it out, since a module may be of any class, and
-    ``verify_symmetries(graph, model, example_inputs)`` gives the graph one. Attributes and the methods that change
-    groups are those of :class:`~.symmetries.Symmetries`.
+    that a graph verifies itself before it first transforms weights, and certifies every transformation. Pickling leaves
+    it out, and ``verify_symmetries(graph, model, example_inputs)`` gives a graph one.
     """
 
     def require_verified(self) -> None:
-        """Verify now if that has not happened yet, as :func:`verify_symmetries`; called before weights move."""
+        """Verify now if that has not happened yet, as :func:`verify_symmetries`."""
         if not self.verified and self.probe is not None:
             verify(self, self.probe)
         super().require_verified()

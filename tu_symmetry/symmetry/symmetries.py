@@ -91,9 +91,7 @@ class Symmetries(Brief):
 
     def groups(self) -> Iterator[Group]:
         """All groups: permutations, then scales, then normalizations."""
-        yield from self.permutations
-        yield from self.scales
-        yield from self.normalizations
+        return iter((*self.permutations, *self.scales, *self.normalizations))
 
     def children(self, name: str) -> tuple[PermutationGroup, ...]:
         """The permutation groups nested directly in the group ``name``."""
@@ -146,9 +144,7 @@ class Symmetries(Brief):
         )
 
     def with_permutation(self, name: str, axes: Mapping[str, int]) -> Self:
-        """The graph with one more permutation group, given by hand: what discovery cannot see.
-
-        It is verified before weights are transformed with it, so that a wrong group is refused then.
+        """The graph with one more permutation group, given by hand; it is verified before weights are transformed.
 
         Args:
             name: the name of the new group.
