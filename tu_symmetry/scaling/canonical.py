@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.scaling.masses import MassPoint, MassTables, counted_parameters, filter_counts
+from tu_symmetry.scaling.masses import Array, MassPoint, MassTables, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors
@@ -123,10 +123,8 @@ def canonicalize(
         )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
-        filters = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
-        if first < tables.count:
-            filters = filter_counts(graph, counted, tables.count)
-        found, lost = _least(tables, start, filters, first, degenerate, tolerance)
+        filters = filter_counts(graph, counted, tables.count)
+        found, lost = _least(tables, start, filters.numpy(), first, degenerate, tolerance)
     else:
         s, lost = _unit_scales(graph, state, groups)
         found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
@@ -160,20 +158,18 @@ def representation_cost(
 
 
 def _least(
-    tables: MassTables, start: MassPoint, filters: Tensor, first: int, degenerate: Convention, tolerance: float
+    tables: MassTables, start: MassPoint, filters: Array, first: int, degenerate: Convention, tolerance: float
 ) -> tuple[Minimum, Tensor]:
     """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
-    grows, shrinks = torch.from_numpy(start.grows), torch.from_numpy(start.shrinks)
-    normalized = torch.arange(tables.count, device="cpu") >= first
-    two_sided = (grows > 0) & (shrinks > 0)
-    targets = torch.where(normalized & (grows > 0), filters, 0.0)
+    grows, shrinks = start.grows > 0, start.shrinks > 0
+    normalized = np.arange(tables.count) >= first
+    targets = np.where(normalized & grows, filters, 0.0)
     if degenerate == "unit_norm":
-        targets = targets + torch.where(~normalized & ~two_sided, (grows > 0).double() - (shrinks > 0).double(), 0.0)
-    active = torch.where(normalized, grows > 0, two_sided | (targets != 0))
+        targets += np.where(normalized | (grows & shrinks), 0.0, 1.0 * grows - shrinks)
+    active = np.where(normalized, grows, (grows & shrinks) | (targets != 0))
     unbounded = unbounded_factors(tables, active, targets)
-    targets = torch.where(unbounded, 0.0, targets)
-    found = minimize_mass(tables, start, (active & ~unbounded).numpy(), targets.numpy(), tolerance)
-    return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded
+    found = minimize_mass(tables, start, active & ~unbounded, np.where(unbounded, 0.0, targets), tolerance)
+    return found, torch.from_numpy(np.where(normalized, ~grows, ~(grows & shrinks)) | unbounded)
 
 
 def _unit_scales(

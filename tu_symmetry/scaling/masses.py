@@ -163,18 +163,16 @@ class MassTables:
         """The mass at log-factors ``[count]``."""
         return MassPoint(self, log_scale)
 
-    def along(self, direction: Tensor) -> dict[float, float]:
-        """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
+    def along(self, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """The exponents ``c`` and masses ``M`` along a direction from factors of one: ``F(t d) = sum M exp(2 c t)``."""
         padded = torch.cat([direction, direction.new_zeros(1)])
-        masses = {0.0: self.fixed} if self.fixed else {}
+        totals, masses = [padded[-1:]], [torch.tensor([self.fixed], dtype=torch.float64, device="cpu")]
         for table in self.tables:
             total = sum((c * padded[index] for c, index in table.terms), torch.zeros_like(table.mass))
-            exponents, where = torch.unique(total, return_inverse=True)
-            sums = torch.zeros(len(exponents), dtype=torch.float64, device="cpu")
-            sums.index_add_(0, where.reshape(-1), table.mass.reshape(-1))
-            for c, part in zip(exponents.tolist(), sums.tolist(), strict=True):
-                masses[c] = masses.get(c, 0.0) + part
-        return masses
+            totals.append(total.reshape(-1))
+            masses.append(table.mass.reshape(-1))
+        exponents, where = torch.unique(torch.cat(totals), return_inverse=True)
+        return exponents, torch.zeros_like(exponents).index_add_(0, where, torch.cat(masses))
 
 
 class MassPoint:
@@ -272,10 +270,7 @@ def mass_profile(
     for group in graph.scales:
         direction = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
         direction[start : start + group.size] = 1.0
-        parts = tables.along(direction)
-        exponents, weights = (
-            torch.tensor(list(x), dtype=torch.float64, device="cpu") for x in (parts.keys(), parts.values())
-        )
+        exponents, weights = tables.along(direction)
         masses[group.name] = torch.exp(weights.log() + 2 * points.unsqueeze(-1) * exponents).sum(-1)
         minima[group.name] = _minimum(exponents, weights)
         start += group.size

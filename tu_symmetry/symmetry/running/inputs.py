@@ -18,14 +18,11 @@ ExampleKwargs = Mapping[str, Any] | list[Mapping[str, Any]] | None
 
 def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> list[Example]:
     """Positional and keyword arguments of each example, as :func:`discover_symmetries` takes them."""
-    several = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    if not several:
-        raise ValueError("example_inputs is an empty list; pass at least one example")
-    named = example_kwargs if isinstance(example_kwargs, list) else [example_kwargs or {}] * len(several)
-    if not isinstance(example_inputs, list):
-        several = several * len(named)
+    count = next((len(given) for given in (example_inputs, example_kwargs) if isinstance(given, list)), 1)
+    several = example_inputs if isinstance(example_inputs, list) else [example_inputs] * count
+    named = example_kwargs if isinstance(example_kwargs, list) else [example_kwargs or {}] * count
     if len(named) != len(several) or not several:
-        raise ValueError(f"{len(several)} example_inputs and {len(named)} example_kwargs; pass as many")
+        raise ValueError(f"{len(several)} example_inputs and {len(named)} example_kwargs; pass as many, at least one")
     return [(a if isinstance(a, tuple) else (a,), dict(k)) for a, k in zip(several, named, strict=True)]
 
 
