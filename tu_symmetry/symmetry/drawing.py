@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from html import escape
+from typing import TYPE_CHECKING
 
 from tu_symmetry.files import write_text
+from tu_symmetry.symmetry.groups import Group
 from tu_symmetry.symmetry.report import TITLES, member_texts, shape_text, summary
-from tu_symmetry.symmetry.symmetries import Group, Symmetries
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _NAME, _NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of another one
 _BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
@@ -56,7 +60,7 @@ def is_drawing(content: bytes) -> bool:
     return content.startswith(_HEAD.encode()) and _TITLE.encode() in content[:200]
 
 
-def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
+def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) -> str:
     """The network with its groups as a page: a drawing, its tensors, and all groups; also written to ``path``."""
     of = escape(graph.architecture or "a network")
     parts = [
@@ -93,7 +97,7 @@ def _row(*cells: str) -> str:
     return "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
 
 
-def _tensors(graph: Symmetries) -> str:
+def _tensors(graph: SymmetryGraph) -> str:
     """What moves each axis of each tensor, or why nothing does, and what multiplies it."""
     told: dict[str, list[str]] = defaultdict(list)
     for pin in graph.pinned:
@@ -112,7 +116,7 @@ def _tensors(graph: Symmetries) -> str:
     return _table(rows)
 
 
-def _network(graph: Symmetries) -> str:
+def _network(graph: SymmetryGraph) -> str:
     """Layers as boxes in rows, groups as lines in lanes beside them, their names at the right where they begin."""
     rows: dict[str, list[str]] = {}
     for name in graph.shapes:
@@ -162,7 +166,7 @@ def _touched(group: Group, number: dict[str, int]) -> dict[int, tuple[bool, bool
     return found
 
 
-def _hues(graph: Symmetries) -> dict[str, float]:
+def _hues(graph: SymmetryGraph) -> dict[str, float]:
     """Hues of names in degrees, by the golden angle, so that neighbors differ; nested groups have their parent's."""
     hues: dict[str, float] = {}
     for group in graph.groups():

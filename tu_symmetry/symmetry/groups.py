@@ -127,6 +127,9 @@ class NormalizationGroup(ScaleGroup):
         return tuple(dict.fromkeys(m.parameter for m in self.members if not m.buffer))
 
 
+Group = PermutationGroup | ScaleGroup
+
+
 class Pin(NamedTuple):
     """A parameter axis on which no permutation symmetry is claimed, and why."""
 
