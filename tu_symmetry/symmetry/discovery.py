@@ -18,8 +18,7 @@ from tu_symmetry.symmetry.groups import Pin, ScaleGroup
 from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
-from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
-from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.scale_groups import scale_groups
 from tu_symmetry.symmetry.sizes import left_out, with_defaults

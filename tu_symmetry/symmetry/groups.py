@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -52,24 +52,14 @@ class ScaleMember:
     buffer: bool = False
 
 
-class _Short:
-    """Shows a group without its tensors of indices: ``PermutationGroup('conv1', size 64: weight[0], ...)``."""
-
-    def __repr__(self) -> str:
-        tensors = [f"{m.parameter}{'' if m.axis is None else f'[{m.axis}]'}" for m in self.members]  # type: ignore[attr-defined]
-        shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-        return f"{type(self).__name__}({self.name!r}, size {self.size}: {shown})"  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PermutationGroup(_Short):
+@dataclass(frozen=True, eq=False)
+class PermutationGroup:
     """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
 
     A group may be nested in another one (the units of one attention head in the heads): the parent moves whole blocks,
     the nested group, which is called ``parent/own``, moves units inside each block.
 
     Attributes:
-        name: unique among permutation groups.
         size: number of units that are permuted (in each block).
         members: every axis of every parameter and buffer that moves.
         parent: name of the group whose units are the blocks, or None.
@@ -79,7 +69,7 @@ class PermutationGroup(_Short):
     kind: ClassVar[str] = "permutation"
     name: str
     size: int
-    members: tuple[PermutationMember, ...]
+    members: tuple[PermutationMember, ...] = field(repr=False)
     parent: str | None = None
     blocks: tuple[int, ...] = ()
 
@@ -94,25 +84,21 @@ class PermutationGroup(_Short):
         return math.prod(self.blocks) * math.lgamma(self.size + 1) / math.log(10)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class ScaleGroup(_Short):
+@dataclass(frozen=True, eq=False)
+class ScaleGroup:
     """``size`` independent positive factors that can be moved between the producers and the consumers of units.
 
-    Attributes:
-        name: unique among scales and normalizations.
-        size: number of independent factors.
-        members: what is multiplied, with exponents.
-        exact: False where the symmetry holds up to the epsilon of a normalization only.
+    It is not ``exact`` where the symmetry holds up to the epsilon of a normalization only.
     """
 
     kind: ClassVar[str] = "scale"
     name: str
     size: int
-    members: tuple[ScaleMember, ...]
+    members: tuple[ScaleMember, ...] = field(repr=False)
     exact: bool = True
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class NormalizationGroup(ScaleGroup):
     """``size`` positive factors on parameters that a following normalization undoes (no parameter shrinks for it).
 

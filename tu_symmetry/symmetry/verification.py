@@ -20,8 +20,7 @@ from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
 from tu_symmetry.symmetry.groups import Group, PermutationGroup
 from tu_symmetry.symmetry.running.comparison import Certificate, Reference, says_nothing
-from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
-from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import perturb_
 
 if TYPE_CHECKING:
