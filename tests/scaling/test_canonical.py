@@ -34,7 +34,7 @@ def test_minimal_mass_keeps_the_function_and_is_constant_on_orbits(case: Case) -
     assert form.mass_after <= form.mass_before * (1 + 1e-12)
     assert form.mass_before == pytest.approx(mass(graph, state), rel=1e-12)
     assert form.mass_after == pytest.approx(mass(graph, form.state), rel=1e-12)
-    assert form.gradient_norm <= 1e-12 and 0 <= form.relative_gap <= 1e-12 and not form.degenerate
+    assert 0 <= form.relative_gap <= 1e-12 and not form.degenerate
     assert_equal_states(form.state, tus.apply_scale(graph, form.log_scale, state))
     assert_equal_states(form.state, tus.canonicalize(graph, form.state).state)
     assert_equal_states(form.state, tus.canonicalize(graph, tus.apply_scale(graph, scale_only(graph, 1), state)).state)
@@ -57,7 +57,7 @@ def test_unit_norm_keeps_the_function_and_is_constant_on_orbits(case: Case) -> N
     model, graph, state = weights(case)
     form = tus.canonicalize(graph, state, method="unit_norm")
     assert change(case, model, state, form.state) < (1e-9 if all(g.exact for g in graph.scales) else 1e-3)
-    assert math.isnan(form.gradient_norm) and math.isnan(form.relative_gap) and not form.degenerate
+    assert math.isnan(form.relative_gap) and not form.degenerate
     for moved in (form.state, tus.apply_scale(graph, scale_only(graph, 2), state)):
         assert_equal_states(form.state, tus.canonicalize(graph, moved, method="unit_norm").state, rtol=1e-9)
 
@@ -183,7 +183,6 @@ def test_the_gap_bounds_the_distance_to_the_minimum(name: str) -> None:
     _, graph, state = named(name)
     least = tus.representation_cost(graph, state)
     rough = tus.canonicalize(graph, state, tolerance=3e-2)
-    assert rough.gradient_norm > 1e-6
     assert 0 < (rough.mass_after - least) / rough.mass_after <= rough.relative_gap < 0.1
 
 

@@ -35,7 +35,6 @@ class CanonicalForm(Brief):
         log_scale: natural-log factors that were applied, group name to float64 ``[size]``.
         mass_before: squared L2 norm of the counted parameters as given.
         mass_after: the same in canonical form.
-        gradient_norm: for ``min_mass`` the norm of the objective's gradient, relative to the mass; else NaN.
         relative_gap: for ``min_mass`` a certified bound of how far the objective is above its minimum, relative to the
             mass; else NaN.
         iterations: Newton steps (0 for ``unit_norm``).
@@ -49,7 +48,6 @@ class CanonicalForm(Brief):
     log_scale: LogScale
     mass_before: float
     mass_after: float
-    gradient_norm: float
     relative_gap: float
     iterations: int
     degenerate: dict[str, Tensor]
@@ -127,7 +125,7 @@ def canonicalize(
         found, lost = _least(tables, start, filters.numpy(), first, degenerate, tolerance)
     else:
         s, lost = _unit_scales(graph, state, groups)
-        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
+        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), 0)
     sizes = [g.size for g in groups]
     log_scale = {g.name: part.clone() for g, part in zip(groups, found.log_scale.split(sizes), strict=True)}
     numbers = {g.name: torch.nonzero(part).flatten() for g, part in zip(groups, lost.split(sizes), strict=True)}
@@ -138,7 +136,6 @@ def canonicalize(
         log_scale,
         start.value,
         found.mass,
-        found.gradient_norm,
         found.relative_gap,
         found.iterations,
         {name: own for name, own in numbers.items() if len(own)},
@@ -175,12 +172,9 @@ def _least(
 def _unit_scales(
     graph: SymmetryGraph, state: Mapping[str, Tensor], groups: Sequence[ScaleGroup]
 ) -> tuple[Tensor, Tensor]:
-    """Log-factors that give every unit's maker unit norm; over the filters of a normalization group on average.
-
-    A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to back:
-    each by its first maker that is fed by settled groups alone. Where groups only feed each other, the first takes the
-    others as they are. With the log-factors comes a mask of the units whose maker is zero.
-    """
+    """Log-factors that give every unit's maker unit norm, and a mask of the units whose maker is zero."""
+    # A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to
+    # back, each by its first maker that is fed by settled groups alone; where there is none, others stay as they are.
     whole = len(groups) > len(graph.scales)
     sizes = torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")
     owner = torch.repeat_interleave(torch.arange(len(groups), device="cpu"), sizes)

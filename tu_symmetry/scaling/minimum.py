@@ -31,7 +31,6 @@ class Minimum(NamedTuple):
 
     log_scale: Tensor  # minimizing log-factors [count]
     mass: float
-    gradient_norm: float
     relative_gap: float
     iterations: int
 
@@ -46,7 +45,7 @@ def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: A
     they are positive, and then its value is below the objective by ``u . H u`` at most.
     """
     if not active.any():
-        return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0.0, 0)
+        return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0)
     s, point, value = _sweep(tables, start, active, targets)
     relative = float("inf")
     for iteration in range(_STEPS + 1):
@@ -57,8 +56,7 @@ def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: A
         step = _newton_step(point, gradient, active, forcing)
         decrement = -float(gradient @ step)
         if relative <= tolerance:
-            gap = decrement / max(point.value, _TINY)
-            return Minimum(torch.from_numpy(s), point.value, relative, gap, iteration)
+            return Minimum(torch.from_numpy(s), point.value, decrement / max(point.value, _TINY), iteration)
         if not math.isfinite(decrement):
             break
         size = 1.0

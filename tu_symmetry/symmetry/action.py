@@ -31,10 +31,8 @@ def apply_permutation(
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         permutation: group name to LongTensor ``[*blocks, size]``; groups that are left out stay as they are.
-        state: state dict, or a stack of states with leading sample axes; every sample is permuted alike.
-
-    Returns:
-        A new state dict that computes the same function. Tensors that no group moves are shared with the input.
+        state: state dict, or a stack of states with leading sample axes; every sample is permuted alike. Tensors that
+            no group moves are shared with what is returned.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -167,15 +165,12 @@ def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int
 
 
 def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Multiply weights by positive factors that leave the function unchanged.
+    """Multiply weights by positive factors that leave the function unchanged (up to epsilon, if a group is not exact).
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; others stay.
         state: state dict, or a stack of states with leading sample axes; every sample is scaled alike.
-
-    Returns:
-        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not exact).
 
     Raises:
         SymmetryError: what does not belong to the graph, NaN, or weights that leave the range of their dtype.

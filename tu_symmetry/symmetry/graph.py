@@ -22,6 +22,7 @@ from tu_symmetry.symmetry.groups import (
     Pin,
     ScaleGroup,
     ScaleTerm,
+    some,
 )
 from tu_symmetry.symmetry.report import describe, summary
 from tu_symmetry.symmetry.running.probe import Probe
@@ -153,9 +154,7 @@ class SymmetryGraph(Brief):
     def with_permutation(self, name: str, axes: Mapping[str, int]) -> Self:
         """The graph with one more permutation group, given by hand; it is verified before weights are transformed.
 
-        Args:
-            name: the name of the new group.
-            axes: for each parameter and buffer that the group moves, the axis along which its units lie.
+        ``axes`` names, for each parameter and buffer that the group moves, the axis along which its units lie.
 
         Raises:
             SymmetryError: if a name is unknown or taken, axes differ in size, or another group moves one of them.
@@ -165,20 +164,19 @@ class SymmetryGraph(Brief):
         alias = {other: first for first, names in self.aliases.items() for other in names}
         unknown = [n for n in axes if n not in alias]
         if unknown or not axes:
-            raise SymmetryError(f"not in the state dict: {_some(unknown)}; the names are {_some(sorted(alias))}")
+            raise SymmetryError(f"not in the state dict: {some(unknown)}; the names are {some(sorted(alias))}")
         given = {alias[n]: axis % len(self.shapes[alias[n]]) for n, axis in axes.items()}
         sizes = {f"{n}[{axis}]": self.shapes[n][axis] for n, axis in given.items()}
         if len(set(sizes.values())) != 1:
             told = ", ".join(f"{place}: {size}" for place, size in sizes.items())
             raise SymmetryError(f"the axes of one group must have one size, but they have {told}")
-        for group in self.permutations:
-            for member in group.members:
-                if given.get(member.parameter) == member.axis:
-                    raise SymmetryError(
-                        f"{member.parameter}[{member.axis}] is already moved by the group {group.name!r}; take that "
-                        f"one out first: graph.without({group.name!r})"
-                    )
-        size = next(iter(sizes.values()))
+        owners = {(m.parameter, m.axis): g.name for g in self.permutations for m in g.members}
+        for n, axis in (place for place in given.items() if place in owners):
+            raise SymmetryError(
+                f"{n}[{axis}] is already moved by the group {owners[n, axis]!r}; take that one out first: "
+                f"graph.without({owners[n, axis]!r})"
+            )
+        (size,) = set(sizes.values())
         units = torch.arange(size, device="cpu").unsqueeze(1)
         members = tuple(PermutationMember(n, axis, units) for n, axis in given.items())
         return replace(
@@ -227,7 +225,7 @@ class SymmetryGraph(Brief):
             hint = " Names with a prefix such as 'model.' come from a wrapping module: strip the prefix."
             raise SymmetryError(
                 f"{name} is not a state dict of {self.architecture or 'the discovered architecture'}: "
-                f"missing {_some(missing)}, unexpected {_some(extra)}.{hint if wrapped else ''}"
+                f"missing {some(missing)}, unexpected {some(extra)}.{hint if wrapped else ''}"
             )
         leading: int | None = None
         counts: dict[str, Tensor] = {}
@@ -269,10 +267,3 @@ class SymmetryGraph(Brief):
 
     def __str__(self) -> str:
         return describe(self)
-
-
-def _some(names: list[str], limit: int = 6) -> str:
-    if not names:
-        return "nothing"
-    shown = ", ".join(repr(n) for n in names[:limit])
-    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

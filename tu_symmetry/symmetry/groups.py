@@ -6,7 +6,7 @@ Every index tensor is a position along an axis of a named parameter or buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
@@ -135,6 +135,12 @@ class ScaleTerm:
 
     exponent: float
     index: Tensor
+
+
+def some(names: Sequence[str], between: str = ", ", show: Callable[[str], str] = repr) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return between.join(map(show, names[:6])) + more if names else "nothing"
 
 
 def unique(base: str, taken: Collection[str]) -> str:

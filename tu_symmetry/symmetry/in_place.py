@@ -117,14 +117,8 @@ def move_optimizer_state(
     """Move an optimizer's per-parameter state along with weights that were permuted or rescaled (in place).
 
     After a permutation the next training step is exactly the permuted step. After a rescaling by factors ``c``
-    gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the trajectory is another one.
-
-    Args:
-        graph: the symmetry graph.
-        optimizer: its ``state`` is changed in place.
-        names: ``id(parameter)`` to the parameter's name in the graph.
-        permutation: the one that was applied to the weights.
-        log_scale: the log-factors that were applied to the weights (after the permutation).
+    gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the trajectory is another one. ``names``
+    maps ``id(parameter)`` to the parameter's name in the graph.
 
     Raises:
         SymmetryError: before anything is changed, if some state is neither a scalar nor of its parameter's shape (as
@@ -140,8 +134,10 @@ def _that_follow(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """What an optimizer keeps for each entry of a named parameter: the name, what it is, the tensor."""
     for parameter, state in optimizer.state.items():
-        name = names.get(id(parameter))
-        for key, value in ((key, value) for key, value in state.items() if name is not None):
+        if id(parameter) not in names:
+            continue
+        name = names[id(parameter)]
+        for key, value in state.items():
             listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
             if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
                 continue

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.groups import Group, PermutationGroup
+from tu_symmetry.symmetry.groups import Group, PermutationGroup, some
 from tu_symmetry.symmetry.running.comparison import Certificate, Reference, says_nothing
 from tu_symmetry.symmetry.running.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import perturb_
@@ -98,7 +98,7 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
             for g, d in (by_hand or failed).items()
         ]
         advice = "The group was given by hand: check the axes that it names." if by_hand else advice
-        raise SymmetryError(f"{_some(told, '; ')}. {advice}")
+        raise SymmetryError(f"{some(told, '; ', 8)}. {advice}")
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
     if failed:
@@ -106,14 +106,10 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
         warnings.warn(
             f"{len(gone)} of the {len(claimed)} symmetry groups that were claimed for "
             f"{graph.architecture or 'this network'} failed verification and were taken out of the graph: "
-            f"{_some(gone, ', ')}. The others are verified and can be used. {advice}",
+            f"{some(gone, limit=8)}. The others are verified and can be used. {advice}",
             SymmetryWarning,
             stacklevel=3,
         )
-
-
-def _some(texts: list[str], between: str, limit: int = 8) -> str:
-    return between.join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
 
 
 # -- what moves in which pass -----------------------------------------------------------------------------------
