@@ -98,7 +98,7 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
             for g, d in (by_hand or failed).items()
         ]
         advice = "The group was given by hand: check the axes that it names." if by_hand else advice
-        raise SymmetryError(f"{some(told, '; ', 8)}. {advice}")
+        raise SymmetryError(f"{some(told, '; ', str)}. {advice}")
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
     if failed:
@@ -106,7 +106,7 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
         warnings.warn(
             f"{len(gone)} of the {len(claimed)} symmetry groups that were claimed for "
             f"{graph.architecture or 'this network'} failed verification and were taken out of the graph: "
-            f"{some(gone, limit=8)}. The others are verified and can be used. {advice}",
+            f"{some(gone, show=str)}. The others are verified and can be used. {advice}",
             SymmetryWarning,
             stacklevel=3,
         )
