@@ -33,8 +33,7 @@ class CanonicalForm(Brief):
     Attributes:
         state: the rescaled state dict; computes the same function.
         log_scale: natural-log factors that were applied, group name to float64 ``[size]``.
-        mass_before: squared L2 norm of the counted parameters as given.
-        mass_after: the same in canonical form.
+        mass_before, mass_after: squared L2 norm of the counted parameters as given, and in canonical form.
         relative_gap: for ``min_mass`` a certified bound of how far the objective is above its minimum, relative to the
             mass; else NaN.
         iterations: Newton steps (0 for ``unit_norm``).

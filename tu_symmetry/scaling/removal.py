@@ -1,8 +1,4 @@
-"""Removing symmetries from networks: scale first, then order.
-
-After both steps two networks that differ by a symmetry alone have equal weights, so that distances between weight
-vectors compare functions (arXiv 2310.08287: the NS variant of the maximum mean discrepancy).
-"""
+"""Removing symmetries from networks, so that distances between weight vectors compare functions (arXiv 2310.08287)."""
 
 from __future__ import annotations
 

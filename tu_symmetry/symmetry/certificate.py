@@ -98,15 +98,13 @@ def _holds_exactly(graph: SymmetryGraph) -> bool:
 
 def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
     """For each output entry the change that the epsilons make in the two states, together; at most 1e-3 of it."""
-    total: list[Tensor] = []
+    effects = [torch.zeros((), device="cpu") for _ in pairs[0][0]]
     for k, size in enumerate(pairs[0][0]):
-        effect = torch.zeros((), device="cpu")
         if is_continuous(size):
-            effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), effect)
-            effect = torch.where(torch.isfinite(effect), effect, 0.0)
-            effect = torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0))
-        total.append(effect)
-    return total
+            effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), effects[k])
+            most = MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0)
+            effects[k] = torch.minimum(torch.where(torch.isfinite(effect), effect, 0.0), most)
+    return effects
 
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:

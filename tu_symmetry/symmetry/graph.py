@@ -128,13 +128,9 @@ class SymmetryGraph(Brief):
             for g in gone.values()
             for m in g.members
         ]
-        number: list[int] = []
-        count = 0
-        for group in (*self.scales, *self.normalizations):
-            kept = group not in reasons
-            number += range(count, count + group.size) if kept else [-1] * group.size
-            count += group.size if kept else 0
-        renumbered = torch.tensor([*number, -1], device="cpu")  # the last entry answers for the index -1
+        stays = [g not in reasons for g in (*self.scales, *self.normalizations) for _ in range(g.size)]
+        kept = torch.tensor([*stays, False], device="cpu")  # the last entry answers for the index -1
+        renumbered = torch.where(kept, kept.cumsum(0) - 1, -1)
         terms = {
             name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
             for name, held in self.scale_terms.items()

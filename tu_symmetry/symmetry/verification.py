@@ -64,11 +64,10 @@ def verify_symmetries(
     """
     graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
     probe = Probe.of(model, example_inputs, example_kwargs)
-    if graph.training == "followed":
-        if graph.probe is not None:
-            probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
-        else:  # an unpickled graph
-            probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
+    if graph.training == "followed" and graph.probe is not None:
+        probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
+    elif graph.training == "followed":  # an unpickled graph
+        probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
     verify(graph, probe, on_failure=on_failure)
     if graph.probe is None:
         graph.probe = probe
@@ -110,9 +109,6 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
             SymmetryWarning,
             stacklevel=3,
         )
-
-
-# -- what moves in which pass -----------------------------------------------------------------------------------
 
 
 def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Plan]:
@@ -172,9 +168,6 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The permutations and the log-scales of an element, by name."""
     permutation = {g.name: e for g, e in element.items() if isinstance(g, PermutationGroup)}
     return permutation, {g.name: e for g, e in element.items() if not isinstance(g, PermutationGroup)}
-
-
-# -- running ----------------------------------------------------------------------------------------------------
 
 
 def _failures(graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Certificate]:
