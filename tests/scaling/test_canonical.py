@@ -193,15 +193,6 @@ def test_unit_norm_by_hand(name: str) -> None:
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)).double())
 
 
-def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average() -> None:
-    _, graph, state = named("layernorm_mlp")
-    assert [filters_of(graph, g) for g in graph.normalizations] == [6.0, 7.0]
-    least = tus.canonicalize(graph, state, normalizations="unit_norm").state
-    assert float(least["0.weight"].square().sum() + least["0.bias"].square().sum()) == pytest.approx(6.0)
-    unit = tus.canonicalize(graph, state, method="unit_norm", normalizations="unit_norm").state
-    assert float(unit["3.weight"].square().sum()) == pytest.approx(7.0)
-
-
 def test_negative_gains_stay_negative() -> None:
     _, graph, state = named("batchnorm_cnn")
     state["1.weight"][:2] *= -state["1.weight"][:2].sign()
