@@ -34,7 +34,7 @@ def test_minimal_mass_keeps_the_function_and_is_constant_on_orbits(case: Case) -
     assert form.mass_after <= form.mass_before * (1 + 1e-12)
     assert form.mass_before == pytest.approx(mass(graph, state), rel=1e-12)
     assert form.mass_after == pytest.approx(mass(graph, form.state), rel=1e-12)
-    assert form.gradient_norm <= 1e-12 and 0 <= form.relative_gap <= 1e-12 and not form.degenerate
+    assert 0 <= form.relative_gap <= 1e-12 and not form.degenerate
     assert_equal_states(form.state, tus.apply_scale(graph, form.log_scale, state))
     assert_equal_states(form.state, tus.canonicalize(graph, form.state).state)
     assert_equal_states(form.state, tus.canonicalize(graph, tus.apply_scale(graph, scale_only(graph, 1), state)).state)
@@ -57,21 +57,28 @@ def test_unit_norm_keeps_the_function_and_is_constant_on_orbits(case: Case) -> N
     model, graph, state = weights(case)
     form = tus.canonicalize(graph, state, method="unit_norm")
     assert change(case, model, state, form.state) < (1e-9 if all(g.exact for g in graph.scales) else 1e-3)
-    assert math.isnan(form.gradient_norm) and math.isnan(form.relative_gap) and not form.degenerate
+    assert math.isnan(form.relative_gap) and not form.degenerate
     for moved in (form.state, tus.apply_scale(graph, scale_only(graph, 2), state)):
         assert_equal_states(form.state, tus.canonicalize(graph, moved, method="unit_norm").state, rtol=1e-9)
 
 
+def factors_of(graph: tus.SymmetryGraph, group: tus.symmetry.NormalizationGroup) -> dict[str, Tensor]:
+    """For each parameter of a group the number of the factor of every entry, -1 for none."""
+    start = sum(g.size for g in (*graph.scales, *graph.normalizations[: graph.normalizations.index(group)]))
+    found = {}
+    for name in group.parameters:
+        found[name] = torch.full(graph.shapes[name], -1)
+        for term in graph.scale_terms[name]:
+            own = (term.index >= start) & (term.index < start + group.size)
+            found[name] = torch.where(own, term.index - start, found[name])
+    return found
+
+
 def filters_of(graph: tus.SymmetryGraph, group: tus.symmetry.NormalizationGroup) -> float:
     """Filters that each factor of a group multiplies, or entries where it multiplies vectors alone."""
-    filters, entries = 0, 0
-    for member in group.members:
-        shape = graph.shapes[member.parameter]
-        if len(shape) > 1:
-            filters += shape[0] if member.index is None else member.index.shape[1]
-        elif not member.buffer:
-            entries += math.prod(shape) if member.index is None else member.index.shape[1]
-    return float(filters or entries)
+    first = [number == 0 for number in factors_of(graph, group).values()]
+    filters = sum(int(own.flatten(1).any(1).sum()) for own in first if own.ndim > 1)
+    return float(filters or sum(int(own.sum()) for own in first))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.normalizations], ids=lambda c: c.name)
@@ -88,14 +95,10 @@ def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case,
     assert_equal_states(form.state, again.state)
     for group in graph.normalizations:
         total = torch.zeros(group.size, dtype=torch.float64)
-        for member in group.members:
-            square = form.state[member.parameter].square()
-            if member.buffer or (method == "unit_norm" and square.ndim == 1):
-                continue
-            if member.axis is None:
-                total += square.sum()
-            elif member.index is not None and member.within_axis is None:
-                total += square.movedim(member.axis, 0)[member.index].flatten(1).sum(1)
+        for name, number in factors_of(graph, group).items():
+            if method == "min_mass" or number.ndim > 1:
+                held = number >= 0
+                total.index_add_(0, number[held], form.state[name].square()[held])
         if method == "min_mass" or all(m.axis == 0 for m in group.members):
             torch.testing.assert_close(total, torch.full_like(total, filters_of(graph, group)))
 
@@ -180,7 +183,6 @@ def test_the_gap_bounds_the_distance_to_the_minimum(name: str) -> None:
     _, graph, state = named(name)
     least = tus.representation_cost(graph, state)
     rough = tus.canonicalize(graph, state, tolerance=3e-2)
-    assert rough.gradient_norm > 1e-6
     assert 0 < (rough.mass_after - least) / rough.mass_after <= rough.relative_gap < 0.1
 
 
@@ -189,15 +191,6 @@ def test_unit_norm_by_hand(name: str) -> None:
     _, graph, state = named(name)
     rows = tus.canonicalize(graph, state, method="unit_norm").state["0.weight"].flatten(1)
     torch.testing.assert_close(rows.norm(dim=1), torch.ones(len(rows)).double())
-
-
-def test_a_layer_before_layer_normalization_gets_filters_of_norm_one_on_average() -> None:
-    _, graph, state = named("layernorm_mlp")
-    assert [filters_of(graph, g) for g in graph.normalizations] == [6.0, 7.0]
-    least = tus.canonicalize(graph, state, normalizations="unit_norm").state
-    assert float(least["0.weight"].square().sum() + least["0.bias"].square().sum()) == pytest.approx(6.0)
-    unit = tus.canonicalize(graph, state, method="unit_norm", normalizations="unit_norm").state
-    assert float(unit["3.weight"].square().sum()) == pytest.approx(7.0)
 
 
 def test_negative_gains_stay_negative() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,23 +27,16 @@ zoo = pytest.mark.parametrize(
 )
 
 
-def terms(graph: tus.SymmetryGraph, groups: Sequence[ScaleGroup]) -> dict[str, tuple[ScaleTerm, ...]]:
-    """The log-scales of all tensors, spelled out from the members of the groups."""
-    found: dict[str, tuple[ScaleTerm, ...]] = {}
-    start = 0
-    for group in groups:
-        for member in group.members:
-            shape = graph.shapes[member.parameter]
-            index = torch.full([1] * len(shape), start)
-            if member.axis is not None:
-                assert member.index is not None
-                line = torch.full((shape[member.axis],), -1)
-                for j, positions in enumerate(member.index):
-                    line[positions] = start + j
-                index = line.reshape([-1 if k == member.axis else 1 for k in range(len(shape))])
-            found[member.parameter] = (*found.get(member.parameter, ()), ScaleTerm(member.exponent, index))
-        start += group.size
-    return found
+def in_parts(graph: tus.SymmetryGraph, group: ScaleGroup, *parts: ScaleGroup) -> tus.SymmetryGraph:
+    """Only parts of one scale group, each with factors of its own."""
+    start = sum(g.size for g in graph.scales[: graph.scales.index(group)])
+    terms: dict[str, tuple[ScaleTerm, ...]] = {}
+    for k, member in ((k, member) for k, part in enumerate(parts) for member in part.members):
+        for term in graph.scale_terms[member.parameter]:
+            own = (term.index >= start) & (term.index < start + group.size) & (term.exponent == member.exponent)
+            index = torch.where(own, term.index - start + k * group.size, -1)
+            terms[member.parameter] = (*terms.get(member.parameter, ()), ScaleTerm(term.exponent, index))
+    return replace(graph, permutations=(), scales=parts, normalizations=(), scale_terms=terms, verified=False)
 
 
 def split(group: PermutationGroup) -> tuple[PermutationGroup, PermutationGroup]:
@@ -106,18 +99,14 @@ def test_two_permutation_groups_that_are_mixed_are_refused(case: Case) -> None:
 @zoo
 def test_a_scale_group_that_is_split_in_two_or_has_a_wrong_exponent_is_refused(case: Case) -> None:
     model, graph = discovered(case)
-    for group in graph.scales:
-        if any(m.within_axis is not None for m in group.members) or len(group.members) < 2:
-            continue
-        half, first = len(group.members) // 2, group.members[0]
+    for group in (g for g in graph.scales if len(g.members) > 1):
+        half, first = len(group.members) // 2, group.members[0].parameter
         one = replace(group, name="one", members=group.members[:half])
         two = replace(group, name="two", members=group.members[half:])
-        bent = replace(group, members=(replace(first, exponent=2 * first.exponent), *group.members[1:]))
-        for wrong in ((one, two), (bent,)):
-            claim = replace(
-                graph, permutations=(), scales=wrong, normalizations=(), scale_terms=terms(graph, wrong), verified=False
-            )
-            refused(claim, model, case.inputs())
+        bent = in_parts(graph, group, group)
+        bent.scale_terms[first] = tuple(replace(t, exponent=2 * t.exponent) for t in bent.scale_terms[first])
+        for wrong in (in_parts(graph, group, one, two), bent):
+            refused(wrong, model, case.inputs())
 
 
 def test_blocks_of_a_nested_group_are_moved_apart_from_each_other() -> None:
@@ -185,7 +174,7 @@ def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str]) -> None:
     with pytest.warns(tus.SymmetryWarning) as told:
         tus.verify_symmetries(graph, model, x)
     named = [name for name in wrong if f"permutation group {name!r}" in str(told[0].message)]
-    assert len(told) == 1 and len(named) == min(len(wrong), 8)
+    assert len(told) == 1 and len(named) == min(len(wrong), 6)
     assert f"{len(wrong)} of the 24 symmetry groups" in str(told[0].message)
     assert graph.verified and graph.failed.keys() == wrong
     assert {g.name for g in graph.permutations} == right and len(graph.scales) == 12  # scales of these names hold
@@ -200,9 +189,8 @@ def test_bisection_finds_exactly_the_wrong_groups(wrong: set[str]) -> None:
 def test_a_scale_group_that_fails_is_taken_out_with_its_terms() -> None:
     model, x = chain(3)
     graph = tus.discover_symmetries(model, x)
-    wrong = replace(graph.scales[1], members=graph.scales[1].members[1:])
-    scales = (graph.scales[0], wrong, graph.scales[2])
-    claim = replace(graph, scales=scales, scale_terms=terms(graph, scales), verified=False)
+    less = tuple(t for t in graph.scale_terms["2.weight"] if t.exponent < 0)  # of the group before
+    claim = replace(graph, scale_terms=graph.scale_terms | {"2.weight": less}, verified=False)
     with pytest.warns(tus.SymmetryWarning, match="1 of the 6 symmetry groups .* scale group '2'"):
         claim.require_verified()
     assert [g.name for g in claim.scales] == ["0", "4"] and [g.name for g in claim.permutations] == ["0", "2", "4"]
@@ -342,70 +330,43 @@ def test_weights_that_are_merged_in_evaluation_mode_are_neither_damaged_nor_misr
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
-def writes(how: str) -> nn.Module:
-    """A forward pass that updates buffers (or its own weights) in place, or by setting them anew."""
+def test_weights_that_the_forward_pass_writes_to_are_written_to_on_copies() -> None:
+    def clamps(self: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.weight.clamp_(-1, 1)
+        return self.b(torch.relu(self.a(x)))
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        h = self.a(x)
-        if how == "in place":
-            self.running.mul_(0.9).add_(0.1 * h.mean(0))
-            self.steps += 1
-        elif how == "anew":
-            self.running = 0.9 * self.running + 0.1 * h.mean(0)
-            self.steps = self.steps + 1
-        else:
-            with torch.no_grad():
-                self.a.weight.clamp_(-1, 1)
-        return self.b(torch.relu(h - self.running))
-
-    return Net(forward, a=nn.Linear(5, 8), b=nn.Linear(8, 3), running=torch.zeros(8), steps=torch.tensor(0))
-
-
-@pytest.mark.parametrize("how", ["in place", "anew", "weights"])
-def test_what_the_forward_pass_updates_is_updated_on_copies(how: str) -> None:
-    model, x = writes(how), torch.randn(3, 5)
-    before = copy.deepcopy(model.state_dict())
+    model, x = Net(clamps, a=nn.Linear(5, 8), b=nn.Linear(8, 3)), torch.randn(3, 5)
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x, on_failure="raise")
     assert [g.size for g in graph.permutations] == [8]
     state = random_state(model, torch.Generator().manual_seed(0))
     given = {n: t.clone() for n, t in state.items()}
-    moved = tus.apply_permutation(graph, tus.random_permutation(graph), state)
-    assert tus.certify(graph, state, moved).holds
+    assert tus.certify(graph, state, tus.apply_permutation(graph, tus.random_permutation(graph), state)).holds
     assert all(torch.equal(state[n], given[n]) for n in state)
-    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-
-
-def test_sparse_constants_are_read_by_value() -> None:
-    def mixed(self: Any, x: Tensor) -> Tensor:
-        return self.b(torch.relu(self.adjacency @ self.a(x)))
-
-    matrix = torch.eye(4).roll(1, 0).to_sparse()
-    model, x = Net(mixed, a=nn.Linear(5, 8), b=nn.Linear(8, 3), adjacency=matrix), torch.randn(4, 5)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x, on_failure="raise")
-    with pytest.raises(tus.SymmetryError, match=r"'adjacency'\] differs from the one that the symmetries were"):
-        graph.check_state(dict(model.state_dict()) | {"adjacency": torch.eye(4).to_sparse()})
 
 
 def test_buffers_decide_by_their_values_only_where_an_output_reads_them() -> None:
     def counts(self: Any, x: Tensor) -> Tensor:
         self.steps += 1
-        return self.b(torch.relu(self.a(x)[:, self.chosen]))
+        return self.b(torch.relu(self.adjacency @ self.a(x)[:, self.chosen]))
 
     buffers = {"chosen": torch.tensor([0, 2, 4, 5]), "steps": torch.tensor(0), "never": torch.zeros(3).long()}
+    buffers["adjacency"] = torch.eye(4).roll(1, 0).to_sparse()
     model, x = Net(counts, a=nn.Linear(5, 8), b=nn.Linear(4, 3), **buffers), torch.randn(4, 5)
     graph = tus.discover_symmetries(model, x)
     tus.verify_symmetries(graph, model, x, on_failure="raise")
     state = dict(model.state_dict())
     graph.check_state(state | {"steps": torch.tensor(7), "never": torch.ones(3, dtype=torch.long)})
+    with pytest.raises(tus.SymmetryError, match=r"'adjacency'\] differs from the one that the symmetries were"):
+        graph.check_state(state | {"adjacency": torch.eye(4).to_sparse()})
     other = state | {"chosen": torch.tensor([0, 2, 4, 6])}
     with pytest.raises(tus.SymmetryError, match=r"'chosen'\] differs from the one that the symmetries were discovered"):
         tus.apply_permutation(graph, tus.random_permutation(graph), other)
-    stack = {n: torch.stack([t, t]) for n, t in state.items()}
-    assert graph.check_state(stack) == 1
+    stacks = [{n: torch.stack([t.to_dense(), o[n].to_dense()]) for n, t in state.items()} for o in (state, other)]
+    assert graph.check_state(stacks[0]) == 1
     with pytest.raises(tus.SymmetryError, match="differs"):
-        graph.check_state(stack | {"chosen": torch.stack([state["chosen"], other["chosen"]])})
+        graph.check_state(stacks[1])
 
 
 def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has() -> None:
@@ -420,7 +381,6 @@ def test_a_product_without_double_precision_is_verified_in_the_best_that_it_has(
     graph = tus.discover_symmetries(model, x)  # recorded, where torch runs grouped products and cannot export them
     graph = graph.without(*{g.name for g in graph.groups()})
     right = graph.with_permutation("a", {"a.weight": 0, "a.bias": 0, "up": 1})
-    tus.verify_symmetries(right, model, x)
     state = dict(model.state_dict())
     assert tus.certify(right, state, tus.apply_permutation(right, tus.random_permutation(right), state)).holds
     assert "'mine'" in refused(graph.with_permutation("mine", {"a.weight": 0, "up": 1}), model, x)  # forgets the bias

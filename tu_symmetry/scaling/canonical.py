@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.scaling.masses import MassPoint, MassTables, counted_parameters, filter_counts
+from tu_symmetry.scaling.masses import Array, MassPoint, MassTables, counted_parameters, filter_counts
 from tu_symmetry.scaling.minimum import Minimum, minimize_mass, unbounded_factors
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors
@@ -33,9 +33,7 @@ class CanonicalForm(Brief):
     Attributes:
         state: the rescaled state dict; computes the same function.
         log_scale: natural-log factors that were applied, group name to float64 ``[size]``.
-        mass_before: squared L2 norm of the counted parameters as given.
-        mass_after: the same in canonical form.
-        gradient_norm: for ``min_mass`` the norm of the objective's gradient, relative to the mass; else NaN.
+        mass_before, mass_after: squared L2 norm of the counted parameters as given, and in canonical form.
         relative_gap: for ``min_mass`` a certified bound of how far the objective is above its minimum, relative to the
             mass; else NaN.
         iterations: Newton steps (0 for ``unit_norm``).
@@ -49,7 +47,6 @@ class CanonicalForm(Brief):
     log_scale: LogScale
     mass_before: float
     mass_after: float
-    gradient_norm: float
     relative_gap: float
     iterations: int
     degenerate: dict[str, Tensor]
@@ -123,13 +120,11 @@ def canonicalize(
         )
     if method == "min_mass":
         first = sum(g.size for g in graph.scales)
-        filters = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
-        if first < tables.count:
-            filters = filter_counts(graph, counted, tables.count)
-        found, lost = _least(tables, start, filters, first, degenerate, tolerance)
+        filters = filter_counts(graph, counted, tables.count)
+        found, lost = _least(tables, start, filters.numpy(), first, degenerate, tolerance)
     else:
         s, lost = _unit_scales(graph, state, groups)
-        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), float("nan"), 0)
+        found = Minimum(s, tables.at(s.numpy()).value, float("nan"), 0)
     sizes = [g.size for g in groups]
     log_scale = {g.name: part.clone() for g, part in zip(groups, found.log_scale.split(sizes), strict=True)}
     numbers = {g.name: torch.nonzero(part).flatten() for g, part in zip(groups, lost.split(sizes), strict=True)}
@@ -140,7 +135,6 @@ def canonicalize(
         log_scale,
         start.value,
         found.mass,
-        found.gradient_norm,
         found.relative_gap,
         found.iterations,
         {name: own for name, own in numbers.items() if len(own)},
@@ -160,31 +154,26 @@ def representation_cost(
 
 
 def _least(
-    tables: MassTables, start: MassPoint, filters: Tensor, first: int, degenerate: Convention, tolerance: float
+    tables: MassTables, start: MassPoint, filters: Array, first: int, degenerate: Convention, tolerance: float
 ) -> tuple[Minimum, Tensor]:
     """The minimum, and the factors without one; factors from number ``first`` on are those of normalizations."""
-    grows, shrinks = torch.from_numpy(start.grows), torch.from_numpy(start.shrinks)
-    normalized = torch.arange(tables.count, device="cpu") >= first
-    two_sided = (grows > 0) & (shrinks > 0)
-    targets = torch.where(normalized & (grows > 0), filters, 0.0)
+    grows, shrinks = start.grows > 0, start.shrinks > 0
+    normalized = np.arange(tables.count) >= first
+    targets = np.where(normalized & grows, filters, 0.0)
     if degenerate == "unit_norm":
-        targets = targets + torch.where(~normalized & ~two_sided, (grows > 0).double() - (shrinks > 0).double(), 0.0)
-    active = torch.where(normalized, grows > 0, two_sided | (targets != 0))
+        targets += np.where(normalized | (grows & shrinks), 0.0, 1.0 * grows - shrinks)
+    active = np.where(normalized, grows, (grows & shrinks) | (targets != 0))
     unbounded = unbounded_factors(tables, active, targets)
-    targets = torch.where(unbounded, 0.0, targets)
-    found = minimize_mass(tables, start, (active & ~unbounded).numpy(), targets.numpy(), tolerance)
-    return found, torch.where(normalized, grows == 0, ~two_sided) | unbounded
+    found = minimize_mass(tables, start, active & ~unbounded, np.where(unbounded, 0.0, targets), tolerance)
+    return found, torch.from_numpy(np.where(normalized, ~grows, ~(grows & shrinks)) | unbounded)
 
 
 def _unit_scales(
     graph: SymmetryGraph, state: Mapping[str, Tensor], groups: Sequence[ScaleGroup]
 ) -> tuple[Tensor, Tensor]:
-    """Log-factors that give every unit's maker unit norm; over the filters of a normalization group on average.
-
-    A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to back:
-    each by its first maker that is fed by settled groups alone. Where groups only feed each other, the first takes the
-    others as they are. With the log-factors comes a mask of the units whose maker is zero.
-    """
+    """Log-factors that give every unit's maker unit norm, and a mask of the units whose maker is zero."""
+    # A maker's entries also depend on the factors of the units that feed it. Groups are therefore settled front to
+    # back, each by its first maker that is fed by settled groups alone; where there is none, others stay as they are.
     whole = len(groups) > len(graph.scales)
     sizes = torch.tensor([g.size for g in groups], dtype=torch.long, device="cpu")
     owner = torch.repeat_interleave(torch.arange(len(groups), device="cpu"), sizes)

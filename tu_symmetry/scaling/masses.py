@@ -20,6 +20,8 @@ from scipy.sparse import csr_array
 from torch import Tensor
 
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import ScaleTerm
+from tu_symmetry.symmetry.running.weights import is_continuous
 
 Terms = tuple[tuple[float, Tensor], ...]
 Array = npt.NDArray[np.float64]
@@ -77,11 +79,7 @@ def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, 
     """Add up rows that have the same factors."""
     if bool((np.diff(terms[0][1].numpy()) > 0).all()):
         return matrix, tuple(terms)
-    if len(terms) == 1:  # much faster than along an axis
-        values, where = torch.unique(terms[0][1], return_inverse=True)
-        distinct = values.unsqueeze(0)
-    else:
-        distinct, where = torch.unique(torch.stack([index for _, index in terms]), dim=1, return_inverse=True)
+    distinct, where = torch.unique(torch.stack([index for _, index in terms]), dim=1, return_inverse=True)
     merged = matrix.new_zeros(distinct.shape[1], matrix.shape[1]).index_add_(0, where, matrix)
     return merged, tuple((exponent, distinct[k]) for k, (exponent, _) in enumerate(terms))
 
@@ -89,7 +87,10 @@ def _merged(matrix: Tensor, terms: list[tuple[float, Tensor]]) -> tuple[Tensor, 
 class MassTables:
     """Tables of squared weights; :meth:`at` gives value, gradient and curvature of the mass at log-factors (float64).
 
-    There are ``count`` factors: of all scale groups and, with ``normalizations``, of all normalization groups.
+    There are ``count`` factors: of all scale groups and, with ``normalizations``, of all normalization groups. The
+    tables lie in one vector of *places*, so that a few operations on long vectors evaluate everything. A place is a
+    single entry, or a row or a column of a matrix; first come all entries, then all rows, then all columns. Its scale
+    is ``exp(2 c . s)`` with its row of ``exponents``; that of a matrix entry is a product of two.
     """
 
     def __init__(
@@ -105,79 +106,49 @@ class MassTables:
         self.fixed = 0.0  # mass of the tensors that no factor touches
         self.tables: list[Table] = []
         counted = counted_parameters(graph, parameters)
-        for name in graph.shapes:
-            if name not in counted or not (state[name].is_floating_point() or state[name].is_complex()):
-                continue
-            held = ((t.exponent, _held(t.index, self.count)) for t in graph.scale_terms.get(name, ()))
-            terms: Terms = tuple((exponent, index) for exponent, index in held if index is not None)
+        for name in (name for name in graph.shapes if name in counted and is_continuous(state[name])):
             tensor = state[name].detach().cpu()
-            if tensor.is_complex():
-                tensor = tensor.abs()
+            held = [(t.exponent, _numbers(t, self.count)) for t in graph.scale_terms.get(name, ())]
+            terms: Terms = tuple((exponent, index) for exponent, index in held if (index < self.count).any())
             spread = {a for _, index in terms for a, n in enumerate(index.shape) if n > 1}
             square = _squares(tensor, [a for a in range(tensor.ndim) if a not in spread])
-            if not terms:
-                self.fixed += float(square)
-            else:
+            if terms:
                 self.tables.append(Table.of(square, terms))
+            else:
+                self.fixed += float(square)
+        self._lay_out()
 
-        self._layout = Layout(self.tables, self.count)
-
-    def at(self, log_scale: Array) -> MassPoint:
-        """The mass at log-factors ``[count]``."""
-        return MassPoint(self._layout, log_scale, self.fixed)
-
-    def along(self, direction: Tensor) -> dict[float, float]:
-        """The mass along one direction from factors of one: ``F(t d) = sum_c M_c exp(2 c t)``, as ``{c: M_c}``."""
-        padded = torch.cat([direction, direction.new_zeros(1)])
-        masses = {0.0: self.fixed} if self.fixed else {}
-        for table in self.tables:
-            total = sum((c * padded[index] for c, index in table.terms), torch.zeros_like(table.mass))
-            exponents, where = torch.unique(total, return_inverse=True)
-            sums = torch.zeros(len(exponents), dtype=torch.float64, device="cpu")
-            sums.index_add_(0, where.reshape(-1), table.mass.reshape(-1))
-            for c, part in zip(exponents.tolist(), sums.tolist(), strict=True):
-                masses[c] = masses.get(c, 0.0) + part
-        return masses
-
-
-class Layout:
-    """All tables in one vector of *places*, so that a few operations on long vectors evaluate everything.
-
-    A place is a single entry, or a row or a column of a matrix; first come all entries, then all rows, then all
-    columns. Its scale is ``exp(2 c . s)`` with its row of ``exponents``; that of a matrix entry is a product of two.
-    """
-
-    def __init__(self, tables: Sequence[Table], count: int) -> None:
+    def _lay_out(self) -> None:
         place, factor, exponent = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
-        self.count, self.size = count, 0
+        self.size = 0
 
         def add(length: int, terms: Terms) -> slice:
             """Places for so many entries, rows or columns."""
             start, self.size = self.size, self.size + length
             for c, index in terms:
                 own = index.numpy()
-                held = np.flatnonzero(own < count)
+                held = np.flatnonzero(own < self.count)
                 place.append(start + held)
                 factor.append(own[held])
                 exponent.append(np.full(len(held), float(c)))
             return slice(start, self.size)
 
-        singles = [table for table in tables if table.sides is None]
+        singles = [table for table in self.tables if table.sides is None]
         for table in singles:
             shape = table.mass.shape
             add(table.mass.numel(), tuple((c, i.expand(shape).reshape(-1)) for c, i in table.terms))
         self.single = np.concatenate([np.zeros(0), *(table.mass.reshape(-1).numpy() for table in singles)])
-        pairs = [(table.mass.numpy(), *table.sides) for table in tables if table.sides is not None]
+        pairs = [(table.mass.numpy(), *table.sides) for table in self.tables if table.sides is not None]
         rows = [add(mass.shape[0], terms) for mass, terms, _ in pairs]
         self.disjoint = self.size  # places up to here hold all mass once
         columns = [add(mass.shape[1], terms) for mass, _, terms in pairs]
         self.matrices = [(mass, r, c) for (mass, _, _), r, c in zip(pairs, rows, columns, strict=True)]
         places, factors, exponents = (np.concatenate(parts) for parts in (place, factor, exponent))
-        self.exponents = csr_array((exponents, (places, factors)), (self.size, count))
+        self.exponents = csr_array((exponents, (places, factors)), (self.size, self.count))
         # sums over places of what grows with each factor, then of what shrinks; the same with squared exponents
-        side = np.where(exponents > 0, factors, factors + count)
-        self.sides = csr_array((np.abs(exponents), (side, places)), (2 * count, self.size))
-        self.squares = self.sides.multiply(self.sides).tocsr() if (self.sides.data != 1).any() else None
+        side = np.where(exponents > 0, factors, factors + self.count)
+        self.sides = csr_array((np.abs(exponents), (side, places)), (2 * self.count, self.size))
+        self.squares = self.sides.multiply(self.sides).tocsr()
 
     def across(self, vector: Array, single: Array | float) -> Array:
         """Products of the matrices with the other side's part of a vector of places; ``single`` for single entries."""
@@ -188,18 +159,32 @@ class Layout:
             out[columns] = mass.T @ vector[rows]
         return out
 
+    def at(self, log_scale: Array) -> MassPoint:
+        """The mass at log-factors ``[count]``."""
+        return MassPoint(self, log_scale)
+
+    def along(self, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """The exponents ``c`` and masses ``M`` along a direction from factors of one: ``F(t d) = sum M exp(2 c t)``."""
+        padded = torch.cat([direction, direction.new_zeros(1)])
+        totals, masses = [padded[-1:]], [torch.tensor([self.fixed], dtype=torch.float64, device="cpu")]
+        for table in self.tables:
+            total = sum((c * padded[index] for c, index in table.terms), torch.zeros_like(table.mass))
+            totals.append(total.reshape(-1))
+            masses.append(table.mass.reshape(-1))
+        exponents, where = torch.unique(torch.cat(totals), return_inverse=True)
+        return exponents, torch.zeros_like(exponents).index_add_(0, where, torch.cat(masses))
+
 
 class MassPoint:
     """The mass at one point: ``value``, and for each factor what ``grows`` and ``shrinks`` with it, by exponents."""
 
-    def __init__(self, layout: Layout, log_scale: Array, fixed: float) -> None:
-        self._layout = layout
-        self._scale = np.exp(2 * (layout.exponents @ log_scale))
+    def __init__(self, tables: MassTables, log_scale: Array) -> None:
+        self._tables = tables
+        self._scale = np.exp(2 * (tables.exponents @ log_scale))
         with np.errstate(over="ignore"):  # an infinite value is refused by whoever asked for it
-            self._masses = self._scale * layout.across(self._scale, layout.single)
-        self.value = fixed + float(self._masses[: layout.disjoint].sum())
-        both = layout.sides @ self._masses
-        self.grows, self.shrinks = both[: layout.count], both[layout.count :]
+            self._masses = self._scale * tables.across(self._scale, tables.single)
+        self.value = tables.fixed + float(self._masses[: tables.disjoint].sum())
+        self.grows, self.shrinks = np.split(tables.sides @ self._masses, 2)
 
     def gradient(self) -> Array:
         """Derivative of the mass in each log-factor."""
@@ -207,16 +192,15 @@ class MassPoint:
 
     def curvature_product(self, direction: Array) -> Array:
         """Product of the Hessian with a direction."""
-        slope = self._layout.exponents @ direction
-        both = self._layout.sides @ (slope * self._masses + self._scale * self._layout.across(self._scale * slope, 0.0))
-        return 4 * (both[: self._layout.count] - both[self._layout.count :])
+        slope = self._tables.exponents @ direction
+        moved = slope * self._masses + self._scale * self._tables.across(self._scale * slope, 0.0)
+        grows, shrinks = np.split(self._tables.sides @ moved, 2)
+        return 4 * (grows - shrinks)
 
     def curvature_diagonal(self) -> Array:
         """Diagonal of the Hessian, without what a factor of both a row and a column has of their common entry."""
-        if self._layout.squares is None:
-            return 4 * (self.grows + self.shrinks)
-        both = self._layout.squares @ self._masses
-        return 4 * (both[: self._layout.count] + both[self._layout.count :])
+        grows, shrinks = np.split(self._tables.squares @ self._masses, 2)
+        return 4 * (grows + shrinks)
 
 
 def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Tensor:
@@ -230,21 +214,21 @@ def filter_counts(graph: SymmetryGraph, names: Iterable[str], count: int) -> Ten
         shape = graph.shapes[name]
         matrix = max(shape, default=1) < math.prod(shape)
         for term in (t for t in graph.scale_terms.get(name, ()) if t.exponent > 0):
-            index = torch.where((term.index < 0) | (term.index >= count), count, term.index).reshape(-1)
+            index = _numbers(term, count).reshape(-1)
             copies = float((shape[0] if matrix else math.prod(shape)) if len(index) == 1 else 1)
             added = torch.full((len(index),), copies, dtype=torch.float64, device="cpu")
             (filters if matrix else entries).index_add_(0, index, added)
     return torch.where(filters > 0, filters, entries)[:-1]
 
 
-def _held(index: Tensor, count: int) -> Tensor | None:
-    """Numbers of factors, ``count`` for those that are none of the first ``count``; None if there are no others."""
-    inside = (index >= 0) & (index < count)
-    return torch.where(inside, index, count) if inside.any() else None
+def _numbers(term: ScaleTerm, count: int) -> Tensor:
+    """Numbers of factors, ``count`` for those that are none of the first ``count``."""
+    return torch.where((term.index >= 0) & (term.index < count), term.index, count)
 
 
 def _squares(tensor: Tensor, axes: list[int]) -> Tensor:
     """Squares in float64, summed over some axes, which stay with size one."""
+    tensor = tensor.abs() if tensor.is_complex() else tensor
     square = tensor.to(torch.float64, copy=True).square_()  # in place: large layers stand here as they are
     return square.sum(axes, keepdim=True) if axes else square
 
@@ -286,10 +270,7 @@ def mass_profile(
     for group in graph.scales:
         direction = torch.zeros(tables.count, dtype=torch.float64, device="cpu")
         direction[start : start + group.size] = 1.0
-        parts = tables.along(direction)
-        exponents, weights = (
-            torch.tensor(list(x), dtype=torch.float64, device="cpu") for x in (parts.keys(), parts.values())
-        )
+        exponents, weights = tables.along(direction)
         masses[group.name] = torch.exp(weights.log() + 2 * points.unsqueeze(-1) * exponents).sum(-1)
         minima[group.name] = _minimum(exponents, weights)
         start += group.size

@@ -7,13 +7,13 @@ that shrinks by ``t_j``: so a factor that has mass on one side only is given uni
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from scipy.optimize import linprog
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_array, vstack
 from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
@@ -26,15 +26,13 @@ _PAYS = 0.03  # least relative gain of a sweep
 _TINY = 1e-300
 
 
-@dataclass(frozen=True)
-class Minimum:
-    """Where the mass is least, and how sure that is."""
+class Minimum(NamedTuple):
+    """Where the mass is least, and how sure that is: see :class:`~.canonical.CanonicalForm`."""
 
     log_scale: Tensor  # minimizing log-factors [count]
     mass: float
-    gradient_norm: float  # of the objective, relative to the mass
-    relative_gap: float  # certified upper bound of (F(s) - min F) / F(s), from a feasible point of the dual problem
-    iterations: int  # Newton steps
+    relative_gap: float
+    iterations: int
 
 
 @np.errstate(all="ignore")  # trials that are too long overflow, and are refused for it
@@ -47,7 +45,7 @@ def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: A
     they are positive, and then its value is below the objective by ``u . H u`` at most.
     """
     if not active.any():
-        return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0.0, 0)
+        return Minimum(torch.zeros(tables.count, dtype=torch.float64, device="cpu"), start.value, 0.0, 0)
     s, point, value = _sweep(tables, start, active, targets)
     relative = float("inf")
     for iteration in range(_STEPS + 1):
@@ -58,8 +56,7 @@ def minimize_mass(tables: MassTables, start: MassPoint, active: Mask, targets: A
         step = _newton_step(point, gradient, active, forcing)
         decrement = -float(gradient @ step)
         if relative <= tolerance:
-            gap = decrement / max(point.value, _TINY)
-            return Minimum(torch.from_numpy(s), point.value, relative, gap, iteration)
+            return Minimum(torch.from_numpy(s), point.value, decrement / max(point.value, _TINY), iteration)
         if not math.isfinite(decrement):
             break
         size = 1.0
@@ -87,26 +84,20 @@ def _sweep(tables: MassTables, start: MassPoint, active: Mask, targets: Array) -
     """Exact steps of every factor between fixed neighbors, or half of them (which always descend), while they pay."""
     s, point = np.zeros(tables.count), start
     value = _objective(point, targets, s)
-    sizes = [1.0, 0.5]
     for _ in range(_SWEEPS):
         grows, shrinks = point.grows, point.shrinks
         root = np.sqrt(np.square(targets) + 4 * grows * shrinks)
         up = np.where(targets >= 0, (root + targets) / (2 * grows), 2 * shrinks / (root - targets))
         step = np.where(active, 0.5 * np.log(up), 0.0)
         trials = []
-        for size in sizes:
-            moved = s + size * step
+        for moved in (s + step, s + 0.5 * step):
             trial = tables.at(moved)
-            trials.append((_objective(trial, targets, moved), size, moved, trial))
+            trials.append((_objective(trial, targets, moved), moved, trial))
         best = min(trials, key=lambda t: t[0])
         if not best[0] < value:
-            if sizes == [0.5]:
-                break
-            sizes = [0.5]
-            continue
+            break
         gain = value - best[0]
-        value, size, s, point = best
-        sizes = [size]
+        value, s, point = best
         if gain < _PAYS * point.value:
             break
     return s, point, value
@@ -124,27 +115,23 @@ def _newton_step(point: MassPoint, gradient: Array, active: Mask, forcing: float
     return root * solution
 
 
-def unbounded_factors(tables: MassTables, active: Tensor, targets: Tensor) -> Tensor:
+def unbounded_factors(tables: MassTables, active: Mask, targets: Array) -> Mask:
     """Which active factors take part in a recession direction of ``F(s) - 2 targets . s``; the rest have a minimum.
 
     In such a direction ``d`` no entry grows: ``sum_t c_t d_t <= 0`` wherever there is mass. What this says of the sign
     of single factors is carried from table to table, as signals are from the inputs to the outputs and back: a unit
     that hears an input and is heard by an output has ``d = 0``. What that leaves open is decided by linear programming.
     """
-    padding = np.ones(1, dtype=np.bool_)
-    sinks = np.concatenate([(~active | (targets < 0)).numpy(), padding])  # d <= 0 is proven
-    rises = np.concatenate([(~active | (targets > 0)).numpy(), padding])  # d >= 0 is proven
+    sinks = np.append(~active | (targets < 0), True)  # d <= 0 is proven
+    rises = np.append(~active | (targets > 0), True)  # d >= 0 is proven
     known, order = -1, list(tables.tables)
     while known < (known := int(sinks.sum() + rises.sum())) and known < 2 * len(sinks):
         for table in order:
             _carry(table, sinks, rises)
         order.reverse()
-    unbounded = torch.zeros(tables.count, dtype=torch.bool, device="cpu")
-    open_ = active & ~torch.from_numpy((sinks & rises)[:-1])
-    while open_.any():
-        found = _recession(tables, open_, targets)
-        if not found.any():
-            break
+    unbounded = np.zeros(tables.count, dtype=np.bool_)
+    open_ = active & ~(sinks & rises)[:-1]
+    while open_.any() and (found := _recession(tables, open_, targets)).any():
         unbounded |= found
         open_ &= ~found
     return unbounded
@@ -178,33 +165,20 @@ def _carry(table: Table, sinks: Mask, rises: Mask) -> None:
             prove(exponent, index, product(own[:k] + own[k + 1 :], heard))
 
 
-def _recession(tables: MassTables, open_: Tensor, targets: Tensor) -> Tensor:
+def _recession(tables: MassTables, open_: Mask, targets: Array) -> Mask:
     """One recession direction that lets as much as possible fall, by linear programming over the open factors."""
-    number = torch.full((tables.count + 1,), -1, device="cpu")
-    number[:-1][open_] = torch.arange(int(open_.sum()), device="cpu")
-    rows, columns, values, start = [], [], [], 0
-    for table in tables.tables:
-        mass, terms = table.mass, table.terms
-        moving = torch.zeros((), dtype=torch.bool, device="cpu")
-        for _, index in terms:
-            moving = moving | (number[index] >= 0)
-        positions = torch.nonzero(((mass > 0) & moving).flatten()).flatten()
-        for exponent, index in terms:
-            variable = number[index].expand(mass.shape).flatten()[positions]
-            held = variable >= 0
-            rows.append(start + torch.nonzero(held).flatten())
-            columns.append(variable[held])
-            values.append(torch.full((int(held.sum()),), exponent, dtype=torch.float64, device="cpu"))
-        start += len(positions)
-    demanded = torch.nonzero(open_ & (targets != 0)).flatten()
-    rows.append(start + torch.arange(len(demanded), device="cpu"))
-    columns.append(number[demanded])
-    values.append(-targets[demanded].sign())
-    shape = (start + len(demanded), int(open_.sum()))
-    matrix = csr_matrix((torch.cat(values).numpy(), (torch.cat(rows).numpy(), torch.cat(columns).numpy())), shape)
-    matrix = csr_matrix(np.unique(matrix.toarray(), axis=0)) if np.prod(shape) <= 2**22 else matrix
+    exponents, columns = tables.exponents, np.flatnonzero(open_)
+    moving = np.abs(exponents) @ open_.astype(np.float64) > 0  # places
+    rows = [exponents[np.flatnonzero((tables.single > 0) & moving[: len(tables.single)])]]
+    for mass, own, other in tables.matrices:
+        i, j = np.nonzero((mass > 0) & (moving[own][:, None] | moving[other]))
+        rows.append(exponents[own.start + i] + exponents[other.start + j])
+    demanded = np.flatnonzero(open_ & (targets != 0))
+    rows.append(csr_array((-np.sign(targets[demanded]), (range(len(demanded)), demanded)), (len(demanded), len(open_))))
+    matrix = vstack(rows, format="csr")[:, columns]
+    matrix = csr_array(np.unique(matrix.toarray(), axis=0)) if np.prod(matrix.shape) <= 2**22 else matrix
     solved = linprog(np.asarray(matrix.sum(0)).ravel(), A_ub=matrix, b_ub=np.zeros(matrix.shape[0]), bounds=(-1, 1))
-    found = torch.zeros(tables.count, dtype=torch.bool, device="cpu")
+    found = np.zeros(tables.count, dtype=np.bool_)
     if solved.success and solved.fun < -1e-9:
-        found[open_] = torch.from_numpy(np.abs(solved.x) > 1e-9)
+        found[columns] = np.abs(solved.x) > 1e-9
     return found

@@ -1,8 +1,4 @@
-"""Removing symmetries from networks: scale first, then order.
-
-After both steps two networks that differ by a symmetry alone have equal weights, so that distances between weight
-vectors compare functions (arXiv 2310.08287: the NS variant of the maximum mean discrepancy).
-"""
+"""Removing symmetries from networks, so that distances between weight vectors compare functions (arXiv 2310.08287)."""
 
 from __future__ import annotations
 
@@ -115,10 +111,7 @@ def _ordering(graph: SymmetryGraph, state: dict[str, Tensor], target: Mapping[st
 
 
 def incoming_member(graph: SymmetryGraph, group: PermutationGroup) -> PermutationMember:
-    """What makes the units of a group: of the parameters that have them on their leading axis the first.
-
-    Where no parameter has, the first that they index will do.
-    """
+    """What makes the units of a group: of the parameters that have them on their leading axis (or any) the first."""
     order = {name: k for k, name in enumerate(graph.shapes)}
     members = [m for m in group.members if m.parameter not in graph.buffers and m.within_axis is None]
     return min(members or group.members, key=lambda m: (m.axis != 0, order[m.parameter]))

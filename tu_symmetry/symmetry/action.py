@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,23 +16,23 @@ from torch import Tensor
 from tu_symmetry.states import SymmetryError, as_given
 from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
 from tu_symmetry.symmetry.groups import PermutationMember
-from tu_symmetry.symmetry.symmetries import Symmetries
 from tu_symmetry.transfer import moved as on_device
 from tu_symmetry.transfer import numbers
 
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
+
 
 def apply_permutation(
-    graph: Symmetries, permutation: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    graph: SymmetryGraph, permutation: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Permute the hidden units of a network: ``new[j] = old[p[j]]`` on every axis that a group moves.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         permutation: group name to LongTensor ``[*blocks, size]``; groups that are left out stay as they are.
-        state: state dict, or a stack of states with leading sample axes; every sample is permuted alike.
-
-    Returns:
-        A new state dict that computes the same function. Tensors that no group moves are shared with the input.
+        state: state dict, or a stack of states with leading sample axes; every sample is permuted alike. Tensors that
+            no group moves are shared with what is returned.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
@@ -39,7 +40,7 @@ def apply_permutation(
 
 
 def permute_tensors(
-    graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """As :func:`apply_permutation`, for any subset of the tensors and without checks of their names."""
     moved = as_given(tensors, tensors)
@@ -48,7 +49,7 @@ def permute_tensors(
     return moved
 
 
-def permute_tensors_(graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def permute_tensors_(graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """As :func:`permute_tensors`, in place and piece by piece; names that hold the same tensor object move once."""
     once = {id(tensors[name]): (tensors[name], steps) for name, steps in _steps(graph, permutation, tensors).items()}
     for tensor, steps in once.values():
@@ -73,7 +74,7 @@ def _pieces(tensor: Tensor, axis: int | None) -> Iterator[tuple[Tensor, slice]]:
 class Permuted(Mapping[str, Tensor]):
     """Tensors of a network with permuted units, each permuted when it is asked for (and read from a file, say)."""
 
-    def __init__(self, graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
         self._steps = _steps(graph, permutation, tensors, read=False)
@@ -98,7 +99,7 @@ def _stepped(tensor: Tensor, steps: Sequence[Step]) -> Tensor:
 
 
 def _steps(
-    graph: Symmetries, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
+    graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, read: bool = True
 ) -> dict[str, list[Step]]:
     """For each name among the tensors the axes that have to be permuted, in order, and how."""
     check_permutation(permutation)
@@ -158,16 +159,13 @@ def permute_axis(tensor: Tensor, member: PermutationMember, p: Tensor, ndim: int
     return torch.take_along_dim(tensor, grid, dim=axis)
 
 
-def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Multiply weights by positive factors that leave the function unchanged.
+def apply_scale(graph: SymmetryGraph, log_scale: LogScale, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Multiply weights by positive factors that leave the function unchanged (up to epsilon, if a group is not exact).
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         log_scale: group name to natural-log factors ``[size]``, for scale and normalization groups; others stay.
         state: state dict, or a stack of states with leading sample axes; every sample is scaled alike.
-
-    Returns:
-        A new state dict that computes the same function (up to the normalizations' epsilon where a group is not exact).
 
     Raises:
         SymmetryError: what does not belong to the graph, NaN, or weights that leave the range of their dtype.
@@ -178,7 +176,7 @@ def apply_scale(graph: Symmetries, log_scale: LogScale, state: Mapping[str, Tens
 
 
 def scale_tensors(
-    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
+    graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], *, power: float = 1.0
 ) -> dict[str, Tensor]:
     """As :func:`apply_scale`, for any subset of the tensors; factors are raised to ``power``.
 
@@ -193,7 +191,7 @@ def scale_tensors(
     return scaled
 
 
-def scale_tensors_(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
+def scale_tensors_(graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """As :func:`scale_tensors`, in place; names that hold the same tensor object are scaled once."""
     require_range(graph, log_scale, tensors)
     done: set[int] = set()
@@ -203,14 +201,14 @@ def scale_tensors_(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str,
         done.add(id(tensors[name]))
 
 
-def require_range(graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
+def require_range(graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:
     """Raise a SymmetryError if :func:`scale_tensors` would take a weight out of the range of its dtype."""
     for name, logs in _log_factors(graph, log_scale, tensors):
         _require_range(tensors[name], logs, name)
 
 
 def _log_factors(
-    graph: Symmetries, log_scale: LogScale, tensors: Mapping[str, Tensor], power: float = 1.0
+    graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor], power: float = 1.0
 ) -> Iterator[tuple[str, list[Tensor]]]:
     """The names of tensors that change, and float64 terms of the logarithms of their factors, which broadcast."""
     check_elements(log_scale, "log_scale")

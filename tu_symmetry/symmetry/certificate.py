@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,9 @@ from tu_symmetry.symmetry.running.comparison import Certificate as Certificate
 from tu_symmetry.symmetry.running.comparison import Reference
 from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.running.weights import is_continuous
-from tu_symmetry.symmetry.symmetries import Symmetries
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FACTOR = 4.0  # how often the largest of a few draws of rounding noise the change may be
 COMPUTATION = 128  # rounding errors of the computation itself, in units of the last place of every weight
@@ -42,7 +45,7 @@ class EpsilonWarning(UserWarning):
     """The outputs changed by what the epsilon of a normalization makes of a rescaling, and not by much."""
 
 
-def certify(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Certificate:
+def certify(graph: SymmetryGraph, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Certificate:
     """Measure how much the outputs of a network change between two states that should compute the same function.
 
     The network and the inputs are those of the graph's ``probe`` (with noise in place of constant inputs, on which a
@@ -88,22 +91,20 @@ def certify(graph: Symmetries, before: Mapping[str, Tensor], after: Mapping[str,
     return replace(found, dtype=dtype)
 
 
-def _holds_exactly(graph: Symmetries) -> bool:
+def _holds_exactly(graph: SymmetryGraph) -> bool:
     """Whether no group holds up to the epsilon of a normalization only."""
     return all(g.exact for g in (*graph.scales, *graph.normalizations))
 
 
 def _epsilon_effect(*pairs: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
     """For each output entry the change that the epsilons make in the two states, together; at most 1e-3 of it."""
-    total: list[Tensor] = []
+    effects = [torch.zeros((), device="cpu") for _ in pairs[0][0]]
     for k, size in enumerate(pairs[0][0]):
-        effect = torch.zeros((), device="cpu")
         if is_continuous(size):
-            effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), effect)
-            effect = torch.where(torch.isfinite(effect), effect, 0.0)
-            effect = torch.minimum(effect, MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0))
-        total.append(effect)
-    return total
+            effect = sum(((a[k] - b[k]).abs().to(torch.float64) for a, b in pairs), effects[k])
+            most = MOST_OF_EPSILON * size.abs().to(torch.float64).nan_to_num(0.0)
+            effects[k] = torch.minimum(torch.where(torch.isfinite(effect), effect, 0.0), most)
+    return effects
 
 
 def _same_entries(a: Tensor, b: Tensor) -> bool:
@@ -138,7 +139,7 @@ def require_certificate(certificate: Certificate, name: str) -> Certificate:
 
 
 def measured(
-    graph: Symmetries,
+    graph: SymmetryGraph,
     before: Mapping[str, Tensor],
     after: Mapping[str, Tensor],
     name: str,

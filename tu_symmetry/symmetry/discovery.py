@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -18,8 +18,7 @@ from tu_symmetry.symmetry.groups import Pin, ScaleGroup
 from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
-from tu_symmetry.symmetry.running.inputs import Example, ExampleInputs, ExampleKwargs, doubled, examples_of
-from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.scale_groups import scale_groups
 from tu_symmetry.symmetry.sizes import left_out, with_defaults
@@ -77,7 +76,7 @@ def discover_symmetries(
     aliases, state = tied_names(model), model.state_dict()
     trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes = {name: tuple(state[name].shape) for name in aliases}
-    floating = _floating(state, aliases)
+    floating = [name for name in aliases if is_continuous(state[name])]
     unused = _unused(traces, floating, live=False)
     unreached = tuple(n for n in unused if n not in never_named(model, unused))
     sized = with_defaults(model, examples[0])
@@ -169,10 +168,6 @@ def _could_meet(group: ScaleGroup, shapes: dict[str, tuple[int, ...]], shape: tu
     return math.prod(shape) == 1 or any(could_meet(n, shape) for n in lengths)
 
 
-def _floating(state: Mapping[str, Tensor], names: Collection[str]) -> list[str]:
-    return [n for n, t in state.items() if n in names and is_continuous(t)]
-
-
 def _unused(traces: Sequence[Trace], names: Sequence[str], *, live: bool) -> list[str]:
     """Names of tensors that no pass computes with, or that no output depends on."""
     used = {name for t in traces for name in t.names(live=live)}
@@ -188,8 +183,8 @@ def _passes(
         return tuple(replace(t, example=k) for k, t in enumerate(found))
 
     evaluated = numbered([trace(model, args, kwargs, record=record) for args, kwargs in examples])
-    state = model.state_dict()
-    idle = set(_unused(evaluated, _floating(state, state), live=True))
+    floating = [name for name, tensor in model.state_dict().items() if is_continuous(tensor)]
+    idle = set(_unused(evaluated, floating, live=True))
     ties = any(t.positions for t in evaluated)  # dropout makes equal numbers
     if not asks_for_mode(model) and not idle - never_named(model, idle) and not ties:
         return evaluated, "as evaluation", ()

@@ -9,10 +9,14 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from html import escape
+from typing import TYPE_CHECKING
 
 from tu_symmetry.files import write_text
+from tu_symmetry.symmetry.groups import Group
 from tu_symmetry.symmetry.report import TITLES, member_texts, shape_text, summary
-from tu_symmetry.symmetry.symmetries import Group, Symmetries
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 _NAME, _NEXT = 13.0, 6.0  # heights of a branch with a name at the right, and of another one
 _BOX, _SPACING = 330, 11  # width of a layer's box, and between lanes
@@ -49,13 +53,8 @@ _LEGEND = (
 )
 
 
-def to_html(graph: Symmetries, path: str | os.PathLike[str] | None = None) -> str:
-    """The network with its groups as a page that needs no network: a drawing, its tensors, and all groups.
-
-    Args:
-        graph: the symmetry graph.
-        path: where to write the page too (whole or not at all), or None.
-    """
+def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) -> str:
+    """The network with its groups as a page: a drawing, its tensors, and all groups; also written to ``path``."""
     of = escape(graph.architecture or "a network")
     parts = [
         "<!DOCTYPE html>",
@@ -92,7 +91,7 @@ def _row(*cells: str) -> str:
     return "".join(f'<td class="{kind}">{escape(cell)}</td>' for kind, cell in zip(kinds, cells, strict=True))
 
 
-def _tensors(graph: Symmetries) -> str:
+def _tensors(graph: SymmetryGraph) -> str:
     """What moves each axis of each tensor, or why nothing does, and what multiplies it."""
     told: dict[str, list[str]] = defaultdict(list)
     for pin in graph.pinned:
@@ -111,7 +110,7 @@ def _tensors(graph: Symmetries) -> str:
     return _table(rows)
 
 
-def _network(graph: Symmetries) -> str:
+def _network(graph: SymmetryGraph) -> str:
     """Layers as boxes in rows, groups as lines in lanes beside them, their names at the right where they begin."""
     rows: dict[str, list[str]] = {}
     for name in graph.shapes:
@@ -161,7 +160,7 @@ def _touched(group: Group, number: dict[str, int]) -> dict[int, tuple[bool, bool
     return found
 
 
-def _hues(graph: Symmetries) -> dict[str, float]:
+def _hues(graph: SymmetryGraph) -> dict[str, float]:
     """Hues of names in degrees, by the golden angle, so that neighbors differ; nested groups have their parent's."""
     hues: dict[str, float] = {}
     for group in graph.groups():

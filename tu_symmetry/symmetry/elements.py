@@ -8,25 +8,28 @@ A permutation is a ``dict`` from group name to a LongTensor ``[*blocks, size]``;
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.randomness import own_generator
-from tu_symmetry.symmetry.symmetries import Symmetries
 from tu_symmetry.transfer import moved as on_device
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Permutation = dict[str, Tensor]
 LogScale = dict[str, Tensor]
 
 
-def identity_permutation(graph: Symmetries) -> Permutation:
+def identity_permutation(graph: SymmetryGraph) -> Permutation:
     """The identity permutation: name to ``arange(size)``, repeated for each block."""
     return {g.name: torch.arange(g.size, device="cpu").expand(g.shape).clone() for g in graph.permutations}
 
 
-def random_permutation(graph: Symmetries, *, generator: torch.Generator | None = None) -> Permutation:
+def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
     """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU."""
     source = own_generator(generator)
     return {
@@ -35,7 +38,7 @@ def random_permutation(graph: Symmetries, *, generator: torch.Generator | None =
     }
 
 
-def random_scale(graph: Symmetries, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
+def random_scale(graph: SymmetryGraph, *, generator: torch.Generator | None = None, std: float = 1.0) -> LogScale:
     """Independent normal log-factors for every scale and normalization group; name to float64 ``[size]`` on the CPU."""
     source = own_generator(generator)
     return {

@@ -6,8 +6,8 @@ Every index tensor is a position along an axis of a named parameter or buffer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -37,44 +37,29 @@ class PermutationMember:
 
 @dataclass(frozen=True, eq=False)
 class ScaleMember:
-    """One parameter or buffer that a scale or normalization group multiplies.
+    """One parameter or buffer that a scale or normalization group multiplies; which entries, :class:`ScaleTerm` says.
 
     Attributes:
         parameter: name in the state dict.
-        axis: the axis along which the factor varies, None where one factor multiplies the whole tensor.
+        axis: the (last) axis along which the factor varies, None where one factor multiplies the whole tensor.
         exponent: the tensor is multiplied by ``factor ** exponent``.
-        index: ``[size, copies]`` positions along ``axis`` of each factor, None where ``axis`` is None.
-        within_axis, within: as in :class:`PermutationMember`, with ``within`` of shape ``[size, rows]``.
         buffer: whether it is a buffer (a running statistic), which no optimizer or regularizer counts.
     """
 
     parameter: str
     axis: int | None
     exponent: float
-    index: Tensor | None = None
-    within_axis: int | None = None
-    within: Tensor | None = None
     buffer: bool = False
 
 
-class _Short:
-    """Shows a group without its tensors of indices: ``PermutationGroup('conv1', size 64: weight[0], ...)``."""
-
-    def __repr__(self) -> str:
-        tensors = [f"{m.parameter}{'' if m.axis is None else f'[{m.axis}]'}" for m in self.members]  # type: ignore[attr-defined]
-        shown = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
-        return f"{type(self).__name__}({self.name!r}, size {self.size}: {shown})"  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PermutationGroup(_Short):
+@dataclass(frozen=True, eq=False)
+class PermutationGroup:
     """Units that may be permuted freely: the symmetric group on ``size`` units, once for each block.
 
     A group may be nested in another one (the units of one attention head in the heads): the parent moves whole blocks,
     the nested group, which is called ``parent/own``, moves units inside each block.
 
     Attributes:
-        name: unique among permutation groups.
         size: number of units that are permuted (in each block).
         members: every axis of every parameter and buffer that moves.
         parent: name of the group whose units are the blocks, or None.
@@ -84,7 +69,7 @@ class PermutationGroup(_Short):
     kind: ClassVar[str] = "permutation"
     name: str
     size: int
-    members: tuple[PermutationMember, ...]
+    members: tuple[PermutationMember, ...] = field(repr=False)
     parent: str | None = None
     blocks: tuple[int, ...] = ()
 
@@ -99,25 +84,21 @@ class PermutationGroup(_Short):
         return math.prod(self.blocks) * math.lgamma(self.size + 1) / math.log(10)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class ScaleGroup(_Short):
+@dataclass(frozen=True, eq=False)
+class ScaleGroup:
     """``size`` independent positive factors that can be moved between the producers and the consumers of units.
 
-    Attributes:
-        name: unique among scales and normalizations.
-        size: number of independent factors.
-        members: what is multiplied, with exponents.
-        exact: False where the symmetry holds up to the epsilon of a normalization only.
+    It is not ``exact`` where the symmetry holds up to the epsilon of a normalization only.
     """
 
     kind: ClassVar[str] = "scale"
     name: str
     size: int
-    members: tuple[ScaleMember, ...]
+    members: tuple[ScaleMember, ...] = field(repr=False)
     exact: bool = True
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class NormalizationGroup(ScaleGroup):
     """``size`` positive factors on parameters that a following normalization undoes (no parameter shrinks for it).
 
@@ -130,6 +111,9 @@ class NormalizationGroup(ScaleGroup):
     def parameters(self) -> tuple[str, ...]:
         """Names of the trainable tensors of the group, without the buffers that move along."""
         return tuple(dict.fromkeys(m.parameter for m in self.members if not m.buffer))
+
+
+Group = PermutationGroup | ScaleGroup
 
 
 class Pin(NamedTuple):
@@ -151,6 +135,12 @@ class ScaleTerm:
 
     exponent: float
     index: Tensor
+
+
+def some(names: Sequence[str], between: str = ", ", show: Callable[[str], str] = repr) -> str:
+    """The first few names, and how many more there are."""
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return between.join(map(show, names[:6])) + more if names else "nothing"
 
 
 def unique(base: str, taken: Collection[str]) -> str:

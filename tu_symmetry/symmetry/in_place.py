@@ -36,13 +36,7 @@ class Followers(TypedDict, total=False):
 def permute_in_place(
     graph: SymmetryGraph, permutation: Permutation, network: nn.Module, **followers: Unpack[Followers]
 ) -> None:
-    """Permute the hidden units of a network without changing its function or its training trajectory.
-
-    Args:
-        graph: the symmetry graph of the network (verified on first use).
-        permutation: on the CPU; group name to LongTensor.
-        network: changed in place, with its gradients.
-        **followers: changed in place too, see :class:`Followers`.
+    """Permute the hidden units of a network, with its gradients, and its training trajectory.
 
     Raises:
         SymmetryError: before anything is changed, if the permutation or a module does not belong to the graph, or an
@@ -55,11 +49,7 @@ def permute_in_place(
 def scale_in_place(
     graph: SymmetryGraph, log_scale: LogScale, network: nn.Module, **followers: Unpack[Followers]
 ) -> None:
-    """Rescale a network by positive factors without changing its function, with everything that follows its weights.
-
-    Arguments and errors are those of :func:`permute_in_place`, with natural-log factors on the CPU; a weight that would
-    leave the range of its dtype is one more error.
-    """
+    """Rescale a network, with its gradients; errors are those of :func:`permute_in_place`, and a range that is left."""
     if any(bool(s.any()) for s in log_scale.values()):
         _move_all(graph, network, followers, None, log_scale)
 
@@ -127,15 +117,8 @@ def move_optimizer_state(
     """Move an optimizer's per-parameter state along with weights that were permuted or rescaled (in place).
 
     After a permutation the next training step is exactly the permuted step. After a rescaling by factors ``c``
-    gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the step itself would have to scale by
-    ``c``, so that the trajectory is another one.
-
-    Args:
-        graph: the symmetry graph.
-        optimizer: its ``state`` is changed in place.
-        names: ``id(parameter)`` to the parameter's name in the graph.
-        permutation: the one that was applied to the weights.
-        log_scale: the log-factors that were applied to the weights (after the permutation).
+    gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the trajectory is another one. ``names``
+    maps ``id(parameter)`` to the parameter's name in the graph.
 
     Raises:
         SymmetryError: before anything is changed, if some state is neither a scalar nor of its parameter's shape (as
@@ -151,8 +134,10 @@ def _that_follow(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """What an optimizer keeps for each entry of a named parameter: the name, what it is, the tensor."""
     for parameter, state in optimizer.state.items():
-        name = names.get(id(parameter))
-        for key, value in ((key, value) for key, value in state.items() if name is not None):
+        if id(parameter) not in names:
+            continue
+        name = names[id(parameter)]
+        for key, value in state.items():
             listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
             if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
                 continue

@@ -7,10 +7,12 @@ import re
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
-from tu_symmetry.symmetry.symmetries import Group, Symmetries
+from tu_symmetry.symmetry.groups import Group, PermutationGroup, ScaleGroup
+
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
 
 WIDTH = 120
 TITLES = {"permutations": "Permutation groups", "scales": "Scale groups", "normalizations": "Normalization groups"}
@@ -20,7 +22,7 @@ _LEGEND = (
 )
 
 
-def describe(graph: Symmetries) -> str:
+def describe(graph: SymmetryGraph) -> str:
     """The graph as text of at most 120 columns: :func:`summary`, then the tables of the three kinds of group."""
     lines = [f"Symmetries of {graph.architecture or 'a network'}"]
     facts = summary(graph)
@@ -43,7 +45,7 @@ def describe(graph: Symmetries) -> str:
     return "\n".join(lines)
 
 
-def summary(graph: Symmetries) -> list[tuple[str, str]]:
+def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
     """What the graph holds, as (label, sentence) pairs."""
     units = sum(math.prod(g.shape) for g in graph.permutations)
     nested = sum(g.parent is not None for g in graph.permutations)
@@ -139,7 +141,7 @@ def _replace(text: str, stem: str, number: int, by: str) -> str:
 
 
 def _rows(
-    graph: Symmetries, families: Sequence[_Family], *, note: bool, depth: int = 1
+    graph: SymmetryGraph, families: Sequence[_Family], *, note: bool, depth: int = 1
 ) -> Iterator[tuple[str, str, list[str]]]:
     """The name, size and members of each line; nested groups are indented under the group that moves their blocks."""
     for family in families:

@@ -20,11 +20,8 @@ from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMem
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.scale_solver import ScaleSystem, Terms, tidy
 
-Expanded = dict[str, Terms]
-"""For each tensor the terms of its log-scale: exponent, and the factor at each entry (ZERO for none)."""
-
-Part = tuple[str, tuple[int, ...], float]
-"""What a factor multiplies: a tensor, the axes along which the factors differ there, and the exponent."""
+Expanded = dict[str, Terms]  # the terms of each tensor's log-scale: exponent, the factor at each entry (ZERO for none)
+Part = tuple[str, tuple[int, ...], float]  # what a factor multiplies: tensor, axes along which factors differ, exponent
 
 
 def scale_groups(
@@ -144,18 +141,8 @@ def _without_redundant(expanded: Expanded) -> Expanded:
 
 
 def _with_normalizations(expanded: Expanded, buffers: frozenset[str]) -> Expanded:
-    """The log-scales in a basis in which a factor under which nothing shrinks is a factor of its own.
-
-    A single factor may trade off against others, while a combination of them only ever grows weights: a residual stream
-    that a normalization reads, with biases on the branch. Such combinations are found by linear programming over the
-    groups (each moving as one); the single factor is then redefined as the combination. As an example, the exponents of
-    three tensors under two groups; the first column becomes the sum of both::
-
-              first  second              first  second
-        s       1      0                   1      0
-        t      -1      1        ->         0      1
-        u       1      0                   1      0
-    """
+    """The log-scales in a basis in which a combination of groups under which nothing shrinks is a factor of its own."""
+    # a residual stream that a normalization reads, with biases on the branch: single factors trade off against others
     alike = _alike(expanded)
     if not any(kind.whole for kind in alike):
         return expanded
@@ -212,20 +199,16 @@ def _exponent_rows(
 
 def _families(alike: list[_Alike], apart: Mapping[str, Terms], inexact: Array) -> Iterator[_Family]:
     """Factors of one group: the same parts (those of the names ``apart`` do not count), and all exact or none."""
-    families: dict[tuple[tuple[Part, ...], bool], list[tuple[Array, Array]]] = defaultdict(list)
+    families: dict[tuple[tuple[Part, ...], bool], list[Array]] = defaultdict(list)
     for parts, variables, met in alike:
         key = tuple(sorted({part for part in parts if part[0] not in apart}))
         rough = among(variables, inexact)
         for exact, own in ((True, ~rough), (False, rough)):
             if own.any():
-                families[key, exact].append((variables[own], met[own]))
-    ordered = []
-    for (parts, exact), pieces in families.items():
-        variables, met = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
-        order = np.argsort(met)
-        ordered.append((int(met[order[0]]), _Family(variables[order], parts, exact)))
-    for _, family in sorted(ordered, key=lambda pair: pair[0]):
-        yield family
+                families[key, exact].append(np.stack([met[own], variables[own]]))
+    ordered = {key: (pairs := np.hstack(pieces))[:, np.argsort(pairs[0])] for key, pieces in families.items()}
+    for (parts, exact), (_, variables) in sorted(ordered.items(), key=lambda item: int(item[1][0, 0])):
+        yield _Family(variables, parts, exact)
 
 
 def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> dict[str, tuple[ScaleTerm, ...]]:
@@ -266,41 +249,12 @@ def _groups(
                 touched[k].append((name, term))
     taken: set[str] = set()
     for k, family in enumerate(families):
-        size = len(family.variables)
-        members = tuple(_member(name, term, int(starts[k]), size, name in buffers) for name, term in touched[k])
+        members = []
+        for name, term in touched[k]:
+            axis = max((axis for axis, size in enumerate(term.index.shape) if size > 1), default=None)
+            members.append(ScaleMember(name, axis, term.exponent, name in buffers))
         first = next((m for m in members if m.exponent > 0 and not m.buffer), members[0])
         name = unique(first.parameter.rpartition(".")[0] or first.parameter, taken)
         taken.add(name)
-        yield (ScaleGroup if k < scales else NormalizationGroup)(name, size, members, family.exact)
-
-
-def _member(name: str, term: ScaleTerm, start: int, size: int, buffer: bool) -> ScaleMember:
-    """Where the factors of one group multiply a tensor; the scale terms hold what is too irregular for a member."""
-    array = term.index.numpy() - start
-    array = np.where((array >= 0) & (array < size), array, -1)
-    axes = varies(array)
-    if not axes and array.size == 1:
-        return ScaleMember(name, None, term.exponent, buffer=buffer)
-    if len(axes) == 1:
-        flat = array.reshape(-1)
-        held = np.flatnonzero(flat >= 0)
-        return ScaleMember(name, axes[0], term.exponent, _lines(flat[held], held, size), buffer=buffer)
-    if len(axes) > 2:
-        return ScaleMember(name, axes[-1], term.exponent, buffer=buffer)
-    rows_axis, axis = axes
-    grid = np.moveaxis(array, (rows_axis, axis), (0, 1)).reshape(array.shape[rows_axis], array.shape[axis])
-    places = np.nonzero(grid >= 0)
-    within, index = (_lines(grid[places], lines, size) for lines in places)
-    if within is None or index is None:
-        within = index = None
-    return ScaleMember(name, axis, term.exponent, index, rows_axis, within, buffer)
-
-
-def _lines(factors: Array, lines: Array, size: int) -> torch.Tensor | None:
-    """``[size, lines of each factor]``, ascending; None where factors have more or fewer of them than others."""
-    length = int(lines.max(initial=0)) + 1
-    pairs = distinct(factors * length + lines)
-    counts = np.bincount(pairs // length, minlength=size)
-    if (counts != counts[0]).any():
-        return None
-    return torch.from_numpy((pairs % length).reshape(size, -1))
+        kind = ScaleGroup if k < scales else NormalizationGroup
+        yield kind(name, len(family.variables), tuple(members), family.exact)

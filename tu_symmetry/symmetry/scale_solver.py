@@ -1,8 +1,7 @@
 """Solving a ledger's linear constraints on log-scales: every variable becomes a combination of free factors.
 
-Operators demand that certain sums of variables vanish. A demand on one or two variables is settled by signed
-union-find, on whole arrays at once; a longer sum (a gate times a value) by eliminating a variable that stands in no
-other such sum. Whatever cannot be settled so is pinned to scale zero: fewer symmetries are claimed, never a wrong one.
+Operators demand that sums of variables vanish. A demand on one or two variables is settled by signed union-find, a
+longer sum (a gate times a value) by eliminating a variable. What cannot be settled so is pinned to scale zero.
 """
 
 from __future__ import annotations

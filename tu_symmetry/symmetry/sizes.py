@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tu_symmetry.symmetry.nodes import arguments_of
-from tu_symmetry.symmetry.running.inputs import Example
+from tu_symmetry.symmetry.running.probe import Example
 
 FOLLOWS = "the sizes of the inputs tell where it is cut"
 

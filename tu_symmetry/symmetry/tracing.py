@@ -25,7 +25,7 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.algebra import pinned_value
 from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, live_nodes, makes_tensors
-from tu_symmetry.symmetry.running.inputs import Example
+from tu_symmetry.symmetry.running.probe import Example
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized
 

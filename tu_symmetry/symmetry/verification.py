@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Container, Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.groups import PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.groups import Group, PermutationGroup, some
 from tu_symmetry.symmetry.running.comparison import Certificate, Reference, says_nothing
-from tu_symmetry.symmetry.running.inputs import ExampleInputs, ExampleKwargs, doubled, examples_of
-from tu_symmetry.symmetry.running.probe import Probe
+from tu_symmetry.symmetry.running.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import perturb_
-from tu_symmetry.symmetry.symmetries import Symmetries
 
-Group = PermutationGroup | ScaleGroup
+if TYPE_CHECKING:
+    from tu_symmetry.symmetry.graph import SymmetryGraph
+
 Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
 Plan = tuple[dict[Group, Tensor], bool]  # which blocks of which groups move, as masks; whether by one cycle each
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
@@ -34,7 +34,7 @@ TOLERANCE = 1e-9  # largest accepted change of an output entry, relative to its 
 
 
 def verify_symmetries(
-    graph: Symmetries,
+    graph: SymmetryGraph,
     model: nn.Module,
     example_inputs: ExampleInputs,
     *,
@@ -64,17 +64,16 @@ def verify_symmetries(
     """
     graph.check_state(model.state_dict(), finite=False, name="the model's state dict")
     probe = Probe.of(model, example_inputs, example_kwargs)
-    if graph.training == "followed":
-        if graph.probe is not None:
-            probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
-        else:  # an unpickled graph
-            probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
+    if graph.training == "followed" and graph.probe is not None:
+        probe.trained([(p.args, p.kwargs) for p in graph.probe.others if p.module.training])
+    elif graph.training == "followed":  # an unpickled graph
+        probe.trained([doubled(e) for e in examples_of(example_inputs, example_kwargs)])
     verify(graph, probe, on_failure=on_failure)
     if graph.probe is None:
         graph.probe = probe
 
 
-def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise"] = "pin") -> None:
+def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "raise"] = "pin") -> None:
     """As :func:`verify_symmetries`, with the network and the inputs of a probe."""
     if on_failure not in ("pin", "raise"):
         raise ValueError(f"on_failure must be 'pin' or 'raise', got {on_failure!r}")
@@ -98,7 +97,7 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
             for g, d in (by_hand or failed).items()
         ]
         advice = "The group was given by hand: check the axes that it names." if by_hand else advice
-        raise SymmetryError(f"{_some(told, '; ')}. {advice}")
+        raise SymmetryError(f"{some(told, '; ', str)}. {advice}")
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
     graph.verified = True
     if failed:
@@ -106,17 +105,10 @@ def verify(graph: Symmetries, probe: Probe, *, on_failure: Literal["pin", "raise
         warnings.warn(
             f"{len(gone)} of the {len(claimed)} symmetry groups that were claimed for "
             f"{graph.architecture or 'this network'} failed verification and were taken out of the graph: "
-            f"{_some(gone, ', ')}. The others are verified and can be used. {advice}",
+            f"{some(gone, show=str)}. The others are verified and can be used. {advice}",
             SymmetryWarning,
             stacklevel=3,
         )
-
-
-def _some(texts: list[str], between: str, limit: int = 8) -> str:
-    return between.join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")
-
-
-# -- what moves in which pass -----------------------------------------------------------------------------------
 
 
 def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Plan]:
@@ -178,10 +170,7 @@ def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return permutation, {g.name: e for g, e in element.items() if not isinstance(g, PermutationGroup)}
 
 
-# -- running ----------------------------------------------------------------------------------------------------
-
-
-def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Certificate]:
+def _failures(graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Certificate]:
     """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -211,7 +200,7 @@ def _failures(graph: Symmetries, probe: Probe, claimed: Sequence[Group], seed: i
 
 
 def _try(
-    graph: Symmetries, base: _Base, groups: Sequence[Group], plans: Sequence[Plan], generator: torch.Generator
+    graph: SymmetryGraph, base: _Base, groups: Sequence[Group], plans: Sequence[Plan], generator: torch.Generator
 ) -> dict[Group, Certificate]:
     """Move one set of weights again and again, of which no copy is kept, until the outputs change."""
     for plan in plans:
@@ -231,7 +220,7 @@ def _try(
     return {}
 
 
-def _bisect(graph: Symmetries, base: _Base, element: Element) -> dict[Group, Certificate]:
+def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Certificate]:
     """The groups of an element that change the outputs on their own."""
     permutation, log_scale = _split(element)
     moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))

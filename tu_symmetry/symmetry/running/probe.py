@@ -13,17 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.copies import copied, sharing, switches
-from tu_symmetry.symmetry.running.inputs import (
-    Example,
-    ExampleInputs,
-    ExampleKwargs,
-    blank,
-    examples_of,
-    in_double,
-    redrawn,
-)
 from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, WrittenTo
 from tu_symmetry.symmetry.running.weights import as_computed, is_continuous, kept_value, perturb_, random_state
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+ExampleInputs = Tensor | tuple[Any, ...] | list[Any]
+ExampleKwargs = Mapping[str, Any] | list[Mapping[str, Any]] | None
 
 
 class Probe:
@@ -44,9 +39,9 @@ class Probe:
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> Probe:
-        """Make the hollow copy of a model, and take its inputs as :func:`in_double` does."""
+        """The hollow copy of a model, and its inputs in float64 (noise in place of constant ones)."""
         module, generator = hollow(model), torch.Generator().manual_seed(0)
-        first, *more = (cls(module, *in_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
+        first, *more = (cls(module, *_in_double(e, generator)) for e in examples_of(example_inputs, example_kwargs))
         first.others = tuple(more)
         return first
 
@@ -55,7 +50,7 @@ class Probe:
         if examples:
             module, generator = sharing(self.module).train(), torch.Generator().manual_seed(0)
             kept = tuple(p for p in self.others if not p.module.training)
-            self.others = (*kept, *(Probe(module, *in_double(e, generator)) for e in examples))
+            self.others = (*kept, *(Probe(module, *_in_double(e, generator)) for e in examples))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
@@ -63,11 +58,14 @@ class Probe:
 
     def drawn(self, generator: torch.Generator) -> Probe:
         """The same network with other numbers in its floating-point inputs."""
-        return self._with(redrawn((self.args, self.kwargs), generator))
+        return self._with(_redrawn((self.args, self.kwargs), generator))
 
     def blank(self) -> Probe:
         """The same network with zeros for inputs and no positive bias: behind a ReLU all units are dead, and equal."""
-        probe = self._with(blank((self.args, self.kwargs)))
+        zeros = tree_map_only(
+            Tensor, lambda t: torch.zeros_like(t) if t.is_floating_point() else t, (self.args, self.kwargs)
+        )
+        probe = self._with(zeros)
         probe._dead = True
         return probe
 
@@ -158,6 +156,51 @@ class Probe:
             return self._attempt(state)
         self.epsilon = max(self.epsilon, exactly.epsilon)
         return [t.clone() for t in tensors_of(output)]
+
+
+def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> list[Example]:
+    """Positional and keyword arguments of each example, as :func:`discover_symmetries` takes them."""
+    count = next((len(given) for given in (example_inputs, example_kwargs) if isinstance(given, list)), 1)
+    several = example_inputs if isinstance(example_inputs, list) else [example_inputs] * count
+    named = example_kwargs if isinstance(example_kwargs, list) else [example_kwargs or {}] * count
+    if len(named) != len(several) or not several:
+        raise ValueError(f"{len(several)} example_inputs and {len(named)} example_kwargs; pass as many, at least one")
+    return [(a if isinstance(a, tuple) else (a,), dict(k)) for a, k in zip(several, named, strict=True)]
+
+
+def doubled(example: Example) -> Example:
+    """The example twice along its first axis: batch norm trains on two samples at least."""
+    return tree_map_only(Tensor, lambda t: torch.cat([t, t]) if t.ndim else t, example)
+
+
+def _in_double(example: Example, generator: torch.Generator) -> Example:
+    """An example in float64 on the CPU, with noise in place of constant tensors (zeros, ones)."""
+
+    def wide(tensor: Tensor) -> Tensor:
+        if tensor.is_meta and is_continuous(tensor):
+            drawn = torch.randn(tensor.shape, generator=generator, device="cpu")
+            return drawn.to(as_computed(tensor.dtype, torch.float64))
+        if tensor.is_meta:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+        own = kept_value(tensor)
+        if own.layout != torch.strided or own.numel() < 2 or not is_continuous(own):
+            return own
+        constant = bool((own == own.flatten()[0]).all())
+        return torch.randn(own.shape, generator=generator, dtype=own.dtype, device="cpu") if constant else own
+
+    return tree_map_only(Tensor, wide, example)
+
+
+def _redrawn(example: Example, generator: torch.Generator) -> Example:
+    """Other numbers of the same mean and deviation in the floating-point tensors; masks stay as they are."""
+
+    def draw(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()) or len(tensor.unique()) < 3:
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device="cpu")
+        return tensor.mean() + tensor.std() * noise
+
+    return tree_map_only(Tensor, draw, example)
 
 
 def hollow(model: nn.Module) -> nn.Module:

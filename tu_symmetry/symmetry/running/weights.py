@@ -25,25 +25,20 @@ def random_state(
     state = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in drawn:
-            own = _drawn(name, tensor.detach(), generator)
-            exchanged = constants is not None and not is_continuous(tensor) and name not in constants
-            if exchanged and tensor.layout == torch.strided and tensor.numel() > 1:
-                own = _drawn_integers(own, generator)
-            drawn[id(tensor)] = own
+            kept = constants is None or name in constants
+            drawn[id(tensor)] = _drawn(name, tensor.detach(), generator, kept=kept)
         state[name] = drawn[id(tensor)]
     return state
 
 
-def _drawn_integers(tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """A mask with three quarters of its entries set, or the same integers in another order."""
-    if tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
-        return (torch.rand(tensor.shape, generator=generator, device="cpu") < 0.75).to(tensor.dtype)
-    return tensor.flatten()[torch.randperm(tensor.numel(), generator=generator, device="cpu")].reshape(tensor.shape)
-
-
-def _drawn(name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _drawn(name: str, tensor: Tensor, generator: torch.Generator, *, kept: bool) -> Tensor:
     if tensor.layout != torch.strided or not is_continuous(tensor):
-        return tensor.cpu().clone()
+        own = tensor.cpu().clone()
+        if kept or tensor.layout != torch.strided or tensor.numel() < 2:
+            return own
+        if own.dtype == torch.bool or bool(((own == 0) | (own == 1)).all()):
+            return (torch.rand(own.shape, generator=generator, device="cpu") < 0.75).to(own.dtype)
+        return own.flatten()[torch.randperm(own.numel(), generator=generator, device="cpu")].reshape(own.shape)
     # numbers of single precision: drawing is most of what small batches cost
     single = as_computed(tensor.dtype, torch.float32)
     noise = torch.randn(tensor.shape, generator=generator, dtype=single, device="cpu")
