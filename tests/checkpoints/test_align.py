@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from toy_networks import Killed, Net, counted, tree
+from toy_networks import Net, killed_at_any_write, tree
 
 from tu_symmetry import cli, files, states
 from tu_symmetry.alignment.align import align
@@ -30,7 +27,6 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-ROOT = Path(__file__).parents[2]
 MODES = ("first", "universe")
 State = dict[str, Tensor]
 
@@ -185,58 +181,16 @@ def test_files_and_states_are_aligned_alike(reference: Any, network: type[nn.Mod
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_an_interruption_at_any_write_changes_no_byte(
-    mode: Any, graph: SymmetryGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_is_killed_at_any_write_goes_on_to_identical_bytes(
+    mode: Any, graph: SymmetryGraph, tmp_path: Path
 ) -> None:
     files = write(tmp_path, noisy(graph, 3))
-    left = counted(monkeypatch, os, "replace")
-    align_files(graph, files, tmp_path / "whole", reference=mode)
-    writes, whole = left.used, tree(tmp_path / "whole")
-    assert writes >= 8
-    for write_number in range(writes):
-        out = tmp_path / f"killed{write_number}"
-        left.calls = write_number
-        with pytest.raises(Killed):
-            align_files(graph, files, out, reference=mode)
-        left.calls = 10**9
-        align_files(graph, files, out, reference=mode)
-        assert tree(out) == whole, write_number
 
+    def run(name: str) -> dict[str, bytes]:
+        align_files(graph, files, tmp_path / name, reference=mode)
+        return tree(tmp_path / name)
 
-SCRIPT = """
-import os, signal, sys
-import tu_symmetry.checkpoints.files as module
-from tu_symmetry import cli
-write, count = module.write_safetensors, 0
-def dying(path, tensors, metadata):
-    global count
-    count += 1
-    if count == 5:
-        (path.parent / f".{path.name}.abcd1234.tmp").write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(path, tensors, metadata)
-module.write_safetensors = dying
-sys.exit(cli.main(sys.argv[1:]))
-"""
-
-
-def test_a_killed_run_goes_on_to_identical_bytes(graph: SymmetryGraph, tmp_path: Path) -> None:
-    """SIGKILL in the middle of a write, with a half-written file left behind."""
-    files = write(tmp_path, noisy(graph, 4))
-    words = ["align", *map(str, files), "--model", "toy_networks.Net", "--input", "1,4", "--reference", "universe"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-
-    def run(name: str, *program: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, *program, *words, "--out", str(tmp_path / name)]
-        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-
-    killed = run("killed", "-c", SCRIPT)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left = tree(tmp_path / "killed")
-    assert b"half" in left.values() and "net0.safetensors" in left and "report.json" not in left
-    assert "4 aligned files (1 done before)" in run("killed", "-m", "tu_symmetry.cli").stdout
-    assert run("whole", "-m", "tu_symmetry.cli").returncode == 0
-    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
+    assert len(killed_at_any_write(run)) >= 8
 
 
 @pytest.mark.parametrize("mode", MODES)
