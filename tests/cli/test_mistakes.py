@@ -249,20 +249,6 @@ def test_modules_of_the_folder_one_works_in_are_found(
     assert cli.main(words) == 0
 
 
-@pytest.mark.parametrize(
-    "text", ['[{"format": "tu_symmetry.aligned"}]', '"\\"format\\": \\"tu_symmetry.aligned\\""', "[" * 99999]
-)
-def test_a_report_that_holds_something_else_is_foreign(
-    text: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "report.json").write_text(text)
-    assert cli.main(placed(ALIGN, folder, out)) == 2
-    assert "report.json was not written by this command" in capsys.readouterr().err
-    assert [p.name for p in out.iterdir()] == ["report.json"]
-
-
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
 @pytest.mark.parametrize("name", ["mlp", "norm", "transformer"])
 def test_a_network_without_hidden_units_has_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
