@@ -89,10 +89,10 @@ def test_kernels_of_the_dual_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The least of the machine and its container, of either version of control groups; 16 GiB where nobody says."""
+    """The least of the machine and its container; 16 GiB where nobody says."""
     cpu = torch.device("cpu")
     monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    3000 kB\n")
     assert memory.free_memory(cpu) == 3000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
@@ -101,13 +101,6 @@ def test_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.free_memory(cpu) == 3000 * 1024
     (tmp_path / "memory.max").write_text("1000000\n")
     assert memory.free_memory(cpu) == 400_000
-    for name in ("memory.max", "memory.current", "memory.stat"):
-        (tmp_path / name).unlink()
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("900000")
-    (tmp_path / "memory" / "memory.usage_in_bytes").write_text("800000")
-    (tmp_path / "memory" / "memory.stat").write_text("total_inactive_file 50000")
-    assert memory.free_memory(cpu) == 150_000
     monkeypatch.setattr(memory, "_of_the_machine", lambda: None)
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(memory, "_GROUP", tmp_path / "none")
     assert memory.free_memory(cpu) == 16 * GIB

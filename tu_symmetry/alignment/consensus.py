@@ -73,8 +73,7 @@ def _universe(graph: SymmetryGraph, networks: Sequence[State], match: Match, pro
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
-    C2M3, eq. 5), which is consistent along every cycle of networks. Each network descends from the permutation that it
-    has, so the sum never decreases, and a sweep that moves nothing ends them.
+    C2M3, eq. 5): each network descends from the permutation that it has, so the sum never decreases.
     """
     count = len(networks)
     like: State = {}
