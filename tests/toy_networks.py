@@ -42,18 +42,6 @@ def raises() -> None:
     raise KeyError("x")
 
 
-def mlp(hidden: int = 6) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
-
-
-def norm(hidden: int = 6) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Linear(hidden, 3))
-
-
-def transformer(hidden: int = 6) -> nn.Module:
-    return nn.TransformerEncoderLayer(4, 2, hidden)
-
-
 class Killed(BaseException):
     """As SIGKILL: nothing catches it."""
 
