@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +42,6 @@ def raises() -> None:
     raise KeyError("x")
 
 
-def mlp(hidden: int = 6) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, hidden), nn.ReLU(), nn.Linear(hidden, 3))
-
-
-def norm(hidden: int = 6) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, hidden), nn.LayerNorm(hidden), nn.ReLU(), nn.Linear(hidden, 3))
-
-
-def transformer(hidden: int = 6) -> nn.Module:
-    return nn.TransformerEncoderLayer(4, 2, hidden)
-
-
 class Killed(BaseException):
     """As SIGKILL: nothing catches it."""
 
@@ -80,3 +70,23 @@ def counted(patch: pytest.MonkeyPatch, place: Any, name: str) -> Counted:
 
     patch.setattr(place, name, mortal)
     return left
+
+
+def killed_at_any_write(run: Callable[[str], dict[str, bytes]]) -> dict[str, bytes]:
+    """What a run leaves, by its name: also one that is killed in front of a rename, and run again.
+
+    As after SIGKILL, nothing changes on the disk from then on.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        left = counted(patch, os, "replace")
+        expected = run("alone")
+    for moment in range(left.used):
+        with pytest.MonkeyPatch.context() as patch:
+            mortal = counted(patch, os, "replace")
+            mortal.calls = moment
+            for place, name in ((Path, "unlink"), (os, "rmdir"), (os, "unlink")):
+                patch.setattr(place, name, mortal.while_alive(getattr(place, name)))
+            with pytest.raises(Killed):
+                run(str(moment))
+        assert run(str(moment)) == expected, moment
+    return expected

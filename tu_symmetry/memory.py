@@ -9,7 +9,7 @@ import torch
 
 _SMALL = 1 << 29  # bytes that are not worth asking about
 _UNKNOWN = 16 << 30  # free memory where the system does not tell
-_GROUPS = Path("/sys/fs/cgroup")
+_GROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -48,15 +48,10 @@ def _of_the_machine() -> int | None:
 
 
 def _of_the_container() -> int | None:
-    """What the control group leaves, version 2 or 1; pages of files that it may drop count as free."""
-    for limit, used, key in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            most, now = (int((_GROUPS / name).read_text()) for name in (limit, used))
-            rows = (_GROUPS / limit).with_name("memory.stat").read_text().splitlines()
-        except (OSError, ValueError):  # another version, or "max": no limit
-            continue
-        return most - now + sum(int(row.split()[1]) for row in rows if row.split()[:1] == [key])
-    return None
+    """What the control group leaves; pages of files that it may drop count as free."""
+    try:
+        most, now = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        rows = (_GROUP / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no such group, or "max": no limit
+        return None
+    return most - now + sum(int(row.split()[1]) for row in rows if row.startswith("inactive_file "))

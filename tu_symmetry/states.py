@@ -87,14 +87,10 @@ def kind_of(dtype: torch.dtype) -> str:
 
 
 def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool = True) -> Tensor:
-    """A tensor that can be computed with, or an error that says what it is instead.
+    """A tensor that can be computed with, or an error that calls it ``what`` and says what it is instead.
 
-    Args:
-        value: what was given.
-        what: its name in an error, such as ``state['0.weight']``.
-        kind: the kind of the network's own tensor, see :func:`kind_of`; None for any. In the place of a counter or a
-            mask any kind will do but complex.
-        values: whether its values are read, which a tensor on the meta device has not.
+    ``kind`` is that of the network's own tensor, see :func:`kind_of`, None for any; in the place of a counter or a mask
+    any kind will do but complex. A tensor on the meta device has no ``values``.
     """
     if not isinstance(value, Tensor):
         own = type(value)
@@ -114,28 +110,19 @@ def check_tensor(value: Any, what: str, kind: str | None = None, *, values: bool
     usable = {None: (*counter, "complex"), "integer": counter, "boolean": counter}
     if found == kind or found in usable.get(kind, ()):
         return value
-    wanted = {None: "a tensor of real numbers", "real": "real floating-point numbers", "complex": "complex numbers"}
-    advice = {
-        "integer": "integer checkpoints hold quantized weights: dequantize them, or convert with .float()",
-        "boolean": "a mask is no weight; pass the weights themselves",
-        "complex": "pass its real part (.real) if the imaginary part is zero",
-        "real": "convert it with .to(torch.complex64) if it was meant",
-    }
+    remedies = {"complex": "pass its real part (.real)", "real": "convert it with .to(torch.complex64)"}
+    remedy = remedies.get(found, "pass the weights themselves: dequantize them, or convert them with .float()")
     raise SymmetryError(
-        f"{what} is of {value.dtype}, but the network's own tensor holds {wanted.get(kind, f'{kind} numbers')}; "
-        + advice.get(found, "convert it with .float()")
+        f"{what} is of {value.dtype}, but the network's own tensor holds {kind or 'real'} numbers; {remedy}"
     )
 
 
-def check_number(value: Any, name: str, *, whole: bool = False) -> None:
-    """Refuse what is no number (a text, a truth value), or no whole one, with a TypeError."""
-    kinds = numbers.Integral if whole else numbers.Real
+def check_number(value: Any, name: str) -> None:
+    """Refuse what is no number (a text, a truth value) with a TypeError."""
     value = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-    if isinstance(value, bool) or not isinstance(value, kinds):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         remedy = ": write it without quotes" if isinstance(value, str) else ""
-        raise TypeError(
-            f"{name} must be a {'whole ' if whole else ''}number, got {value!r} ({type(value).__name__}){remedy}"
-        )
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}){remedy}")
 
 
 def require_state(state: Any, name: str, like: Mapping[str, Tensor] | None = None) -> Mapping[str, Tensor]:
@@ -265,7 +252,7 @@ def require_same(
             )
 
 
-def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "", allow: Sequence[Any] = ()) -> State:
+def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "") -> State:
     """Read one network's state dict from a checkpoint of any usual kind, without running code from it.
 
     Args:
@@ -274,7 +261,6 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "", al
             that is cut into several files. Or the LightningModule that has trained it (a routine of TorchUncertainty):
             a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
-        allow: classes that the checkpoint's hyperparameters may hold, see ``torch.serialization.safe_globals``.
 
     Raises:
         SampleFileError: no state dict in the file, a truncated or foreign file, tensors without ordinary data (sparse,
@@ -288,7 +274,7 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "", al
     else:
         where = str(path)
         with _named():
-            opened = _open(Path(path), allow)
+            opened = _open(Path(path))
     found = _renamed(opened, prefix)
     if not found:
         raise SampleFileError(f"no name in {where} starts with {prefix!r}; it holds {sorted(map(str, opened))[:6]} ...")
@@ -333,14 +319,14 @@ def _renamed(state: Mapping[str, Tensor], prefix: str) -> _View:
     return _View({str(n)[len(prefix) :]: (state, n) for n in state if str(n).startswith(prefix)}, given)
 
 
-def _open(path: Path, allow: Sequence[Any] = ()) -> Mapping[str, Tensor]:
+def _open(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file or an index: those of safetensors are read when they are asked for, others now."""
     if path.suffix == _SUFFIX:
         return TensorFile(path)
     if not path.name.endswith(INDEX):
-        return _torch_state(path, allow)
+        return _torch_state(path)
     files = shards_of(path)
-    parts = {file: _open(file, allow) for file in dict.fromkeys(files.values())}
+    parts = {file: _open(file) for file in dict.fromkeys(files.values())}
     for name, file in files.items():
         if name not in parts[file]:
             raise SampleFileError(f"{path} says that {file.name} holds {name!r}, and it does not")
@@ -348,16 +334,16 @@ def _open(path: Path, allow: Sequence[Any] = ()) -> Mapping[str, Tensor]:
     return _View({name: (parts[file], name) for name, file in files.items()}, given)
 
 
-def _torch_state(path: Path, allow: Sequence[Any]) -> State:
+def _torch_state(path: Path) -> State:
     """The state dict in a file of ``torch.save``, or under ``state_dict`` in it."""
     check_archive(path)
     try:
-        with torch.serialization.safe_globals(list(allow)):
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise SampleFileError(
-            f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below "
-            "names a class, pass allow=[that class]; else the file is foreign or damaged. torch said: " + _reason(error)
+            f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below names "
+            "a class, allow it with torch.serialization.add_safe_globals([that class]); else the file is foreign or "
+            "damaged. torch said: " + _reason(error)
         ) from error
     except OSError:
         raise  # no such file, no right to read it

@@ -13,8 +13,7 @@ import torch
 from toy_networks import net, tree
 
 from tu_symmetry import cli
-from tu_symmetry.checkpoints.files import refuse_foreign
-from tu_symmetry.files import SCRATCH, FileError
+from tu_symmetry.files import SCRATCH
 
 MODEL = ["--model", "toy_networks.net", "--input", "1,4"]
 
@@ -87,16 +86,6 @@ def test_other_spellings_of_the_result_are_found_too(here: Path, capsys: pytest.
     assert "is read by this command" in capsys.readouterr().err and tree(here) == before
 
 
-def test_where_letters_have_no_case_the_files_number_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that takes A and a for one: the two names have one inode."""
-    path = tmp_path / "R.safetensors"
-    path.write_bytes(b"x")
-    real = Path.stat
-    monkeypatch.setattr(Path, "stat", lambda p, **k: real(p.with_name("R.safetensors") if p.stem == "r" else p))
-    with pytest.raises(FileError, match="is read by this command"):
-        refuse_foreign([tmp_path / "r.safetensors"], {}, [path])
-
-
 def test_parts_of_an_index_and_of_a_working_folder_are_read_too(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {n: t for n, t in torch.load("x.pt").items()}
     index = {"weight_map": dict.fromkeys(state, "r.safetensors")}
@@ -131,12 +120,3 @@ def test_what_a_killed_merge_leaves_is_taken_away(here: Path) -> None:
     after = {n: c for n, c in tree(here).items() if "another" not in n}
     assert after.keys() == before.keys() and after["r.safetensors"] != b"half"
     assert (here / ".another.safetensors.1a2b3c4d.tmp").exists()
-
-
-@pytest.mark.parametrize("left", [[], [".lock"], [".lock", ".0a.safetensors.1a2b3c4d.tmp"]])
-def test_a_folder_of_a_merge_that_was_killed_anywhere_is_its_own(left: list[str], here: Path) -> None:
-    (here / "r.merging").mkdir()
-    for name in left:
-        (here / "r.merging" / name).write_bytes(b"")
-    assert cli.main(["merge", "x.pt", "y.pt", *MODEL, "--out", "r.safetensors"]) == 0
-    assert not (here / "r.merging").exists()

@@ -88,17 +88,7 @@ def test_another_routine_is_named_as_lightning_names_classes(capsys: pytest.Capt
     config = printed(capsys, "fit", *words, "--data=torch_uncertainty.datamodules.MNISTDataModule")
     assert config["routine"]["class_path"] == "torch_uncertainty.routines.RegressionRoutine"
     assert config["routine"]["init_args"]["output_dim"] == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--help"], "--trainer.max_time"),
-        (["--routine.help", "ClassificationRoutine"], "--routine.num_classes"),
-    ],
-)
-def test_help_of_fit_shows_its_options(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in ended(["fit", *words], capsys)
+    assert "--routine.num_classes" in ended(["fit", "--routine.help", "ClassificationRoutine"], capsys)
 
 
 @pytest.mark.parametrize(

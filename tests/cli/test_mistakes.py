@@ -227,46 +227,26 @@ def test_names_of_files_need_not_be_text(folder: Path, tmp_path: Path, monkeypat
         assert file.metadata()
 
 
-@pytest.mark.parametrize("command", ["inspect", "align", "merge"])
 def test_modules_of_the_folder_one_works_in_are_found(
-    command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Networks, data and losses, whichever option is read first, and without any help of Python's own path."""
+    """Networks, data and losses, without any help of Python's own path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    (tmp_path / f"mine_{command}.py").write_text(
+    (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def net(): return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))\n"
         "def loader(): return [(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))]\n"
         "def loss(outputs, targets): return outputs.square().mean()\n"
     )
-    words = [command, *([] if command == "inspect" else [str(folder / "a.pt"), str(folder / "b.pt")])]
-    words += ["--model", f"mine_{command}.net", "--input", "1,4"]
-    if command != "inspect":
-        words += ["--out", "m.safetensors"]
-    if command == "merge":
-        words += ["--data", f"mine_{command}.loader", "--loss", f"mine_{command}.loss"]
-    assert cli.main(words) == 0
-
-
-@pytest.mark.parametrize(
-    "text", ['[{"format": "tu_symmetry.aligned"}]', '"\\"format\\": \\"tu_symmetry.aligned\\""', "[" * 99999]
-)
-def test_a_report_that_holds_something_else_is_foreign(
-    text: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "report.json").write_text(text)
-    assert cli.main(placed(ALIGN, folder, out)) == 2
-    assert "report.json was not written by this command" in capsys.readouterr().err
-    assert [p.name for p in out.iterdir()] == ["report.json"]
+    words = ["--model", "mine.net", "--data", "mine.loader", "--loss", "mine.loss", "--input", "1,4"]
+    assert cli.main(["merge", str(folder / "a.pt"), str(folder / "b.pt"), *words, "--out", "m.safetensors"]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element")
-@pytest.mark.parametrize("name", ["mlp", "norm", "transformer"])
-def test_a_network_without_hidden_units_has_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", "--model", f"{HERE}.{name}", "--init", "hidden=0", "--input", "2,4"]) == 0
+def test_a_network_without_hidden_units_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "torch.nn.TransformerEncoderLayer", "--init", "d_model=4", "nhead=2", "dim_feedforward=0"]
+    assert cli.main(["inspect", *words, "--input", "2,3,4"]) == 0
     assert "permutations" in capsys.readouterr().out
 
 

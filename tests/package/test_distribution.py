@@ -34,7 +34,6 @@ DISTRIBUTIONS = {  # where a package is called otherwise than the distribution t
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-PEERS = ("diffusers", "peft", "transformers")  # whose networks are read if their user has them; never a dependency
 
 
 def names_of(requirements: list[str]) -> set[str]:
@@ -61,7 +60,7 @@ def test_everything_imported_is_declared_and_extras_are_guarded(room: str) -> No
     runtime = names_of(PROJECT["dependencies"])
     for path in [PACKAGE / room] if room.endswith(".py") else sorted((PACKAGE / room).rglob("*.py")):
         for package, extra in imports(ast.parse(path.read_text(encoding="utf-8"))):
-            if package in sys.stdlib_module_names or package in ("tu_symmetry", *PEERS):
+            if package in sys.stdlib_module_names or package == "tu_symmetry":
                 continue
             distribution = DISTRIBUTIONS.get(package, package.replace("_", "-"))
             allowed = runtime if extra is None else names_of(EXTRAS[extra])

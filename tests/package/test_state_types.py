@@ -77,7 +77,6 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "apply_scale": of_one(lambda s: tus.apply_scale(GRAPH, scales(), s)),
     "canonicalize": of_one(lambda s: tus.canonicalize(GRAPH, s).state),
     "remove_symmetries": of_one(lambda s: tus.remove_symmetries(GRAPH, s)),
-    "remove_symmetries without scale": of_one(lambda s: tus.remove_symmetries(GRAPH, s, scale=None)),
     "remove_symmetries of a stack": stacked(lambda s: tus.remove_symmetries(GRAPH, s)),
     "align": lambda states: tus.align(GRAPH, states).states,
     "align to the universe": lambda states: tus.align(GRAPH, states, reference="universe").states,
@@ -86,7 +85,6 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "correct": lambda states: [tus.alignment.correct(NETWORK, states, [0.5, 0.5], states[0], DATA, "batchnorm")],
     "merge": lambda states: [tus.merge(GRAPH, states, NETWORK).state],
     "merge with repair": lambda states: [tus.merge(GRAPH, states, NETWORK, DATA, correction="repair").state],
-    "merge with batchnorm": lambda states: [tus.merge(GRAPH, states, NETWORK, DATA, correction="batchnorm").state],
     "merge of a stack": lambda states: [tus.merge(GRAPH, stack_states(states), NETWORK).state],
     "interpolate": lambda states: [tus.interpolate(states[0], states[1], 0.3)],
     "mean_state": lambda states: [tus.mean_state(states)],
@@ -96,7 +94,6 @@ CALLS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "stack and unstack": stacked(lambda s: s),
     "compact mean": lambda states: [tus.CompactPosterior.from_states(states, GRAPH, align=True).mean],
     "compact samples": lambda states: unstack(tus.CompactPosterior.from_states(states, GRAPH, align=True).sample(2)),
-    "compact, moved": lambda states: [tus.CompactPosterior.from_states(states, GRAPH, align=True).to("cpu").mean],
     "prune": of_one(lambda s: prune(s, {})),
 }
 

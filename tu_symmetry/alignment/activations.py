@@ -1,8 +1,7 @@
 """Activation matching: units of two networks are paired by what they compute on data.
 
-For every hidden layer of any graph the units are observed where layers read them (the inputs of linear and convolution
-layers: values after the nonlinearity), or, where no layer does, where they are produced. A residual stream shows up in
-several places, whose similarities add up.
+Units are observed where layers read them (the inputs of linear and convolution layers) or, where none does, where they
+are made. A residual stream shows up in several places, whose similarities add up.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,23 +117,12 @@ def loss_barrier(
     require_state(state_a, "state_a", like=own)
     require_state(state_b, "state_b", like=own)
     batches = reusable(dataloader)
-    line = []
-    for k in range(points):
-        ratio = k / (points - 1)
+    ratios, losses = [k / (points - 1) for k in range(points)], []
+    for k, ratio in enumerate(ratios):
         state: Mapping[str, Tensor] = interpolate(state_a, state_b, ratio)
         if merge is not None and 0 < k < points - 1:
             state = merge(dict(state), ratio)
-        line.append((ratio, mean_loss(model, state, batches, loss)))
-    return barrier_of(line)
-
-
-def barrier_of(line: Sequence[tuple[float, float]]) -> LossBarrier:
-    """The barrier of ``(ratio, loss)`` along a path.
-
-    Raises:
-        ValueError: a loss that is NaN or infinite at an end.
-    """
-    ratios, losses = (list(column) for column in zip(*line, strict=True))
+        losses.append(mean_loss(model, state, batches, loss))
     if not (math.isfinite(losses[0]) and math.isfinite(losses[-1])):
         raise ValueError(
             f"the losses at the ends of the path are {losses[0]} and {losses[-1]}, so there is no barrier to speak of; "

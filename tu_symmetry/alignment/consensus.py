@@ -98,9 +98,8 @@ def _consensus(
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
-    C2M3, eq. 5), which is consistent along every cycle of networks. Each network descends from the permutation that it
-    has, so the sum never decreases, and a sweep that moves nothing ends them. Without sweeps it is the mean: further
-    passes against the mean of all would change nothing, since a network is a part of it.
+    C2M3, eq. 5): each network descends from the permutation that it has, so the sum never decreases. Without sweeps it
+    is the mean.
     """
     count = len(networks)
     like: State = {}

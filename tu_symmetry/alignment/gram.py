@@ -168,17 +168,12 @@ def each_working(
             yield name, tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
-def is_extreme(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> bool:
-    """Whether squares of some weights leave the range of single precision, or are lost in it."""
+def widened(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
+    """States as they are; in double precision where squares of weights leave the range of single, or are lost in it."""
     tensors = [t for state in states for _, t in each_working(graph, state) if t.numel()]
     ends = numbers([end for t in tensors for end in torch.aminmax(t)])
     sizes = (max(-low, high) for low, high in zip(ends[::2], ends[1::2], strict=True))
-    return not all(size == 0 or 1 / _ORDINARY < size < _ORDINARY for size in sizes)
-
-
-def widened(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
-    """States with their parameters in double precision if some are extreme, else as they are."""
-    if not is_extreme(graph, *states):
+    if all(size == 0 or 1 / _ORDINARY < size < _ORDINARY for size in sizes):
         return states
     names = {a for n in graph.shapes if n not in graph.buffers for a in graph.aliases[n]}
     return tuple(

@@ -168,13 +168,10 @@ def descend(
     generator: torch.Generator | None = None,
     stale: Iterable[str] | None = None,
 ) -> tuple[Permutation, int, bool]:
-    """Coordinate descent over families until nothing changes; a family is looked at again only if a neighbor moved.
+    """Coordinate descent until nothing changes: the permutation, the number of sweeps, and whether it converged.
 
-    Families come in the order of the list or, with a generator, in another order in each sweep; ``stale`` names the
-    roots of those that may improve at the start, all if left out.
-
-    Returns:
-        The permutation, the number of sweeps, and whether it converged.
+    A family is looked at again only if a neighbor moved; ``stale`` names those that may improve at the start, all if
+    left out. With a generator each sweep has another order.
     """
     permutation = {k: v.clone() for k, v in start.items()}
     stale = {f.root.name for f in family_list} if stale is None else set(stale)
@@ -204,11 +201,7 @@ def _look_again(
     value: Callable[[Permutation], float],
     least_gain: float,
 ) -> tuple[Permutation, int]:
-    """Leave the optimum that the order of a descent led to, if a better one is near.
-
-    One family after the other goes back to the start, its neighbors are matched without what it has found, and then it
-    is matched again. What comes of that is kept where the whole gains.
-    """
+    """One family after the other goes back to the start, and is matched after its neighbors; kept where that gains."""
     best, sweeps = value(found), 0
     family_list = similarities.plan.families
     for family in family_list:

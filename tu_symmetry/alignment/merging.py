@@ -7,6 +7,7 @@ read and the reference (while matching), or the sum (while averaging, where safe
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -18,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
-from tu_symmetry.alignment.networks import Network, Networks, StateSource, read_network
+from tu_symmetry.alignment.networks import Network, Networks, StateSource
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.states import State, as_given, check_number, require_alike
+from tu_symmetry.states import State, as_given, check_number, load_state, read_state, require_alike
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import Permutation, transposition_count
@@ -178,7 +179,10 @@ def _align(
     graph.require_verified()
     anchor: Any = reference
     if not (isinstance(reference, str) and reference in get_args(Reference)):
-        anchor = read_network(reference, "reference")
+        if isinstance(reference, (str, os.PathLike)):
+            anchor = load_state(reference)
+        else:
+            anchor = read_state(reference, "reference")
         graph.check_state(anchor, name="reference")
     target = find_target(graph, networks, anchor)
     permutations: list[Permutation] = []

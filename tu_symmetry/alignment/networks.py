@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from tu_symmetry.modules import is_source
-from tu_symmetry.states import State, as_given, load_state, open_state, read_state, unstack
+from tu_symmetry.states import State, as_given, open_state, read_state, unstack
 from tu_symmetry.symmetry.action import Permuted
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -74,8 +74,3 @@ class StateSource(Sequence[State]):
         else:
             state = read_state(network, f"states[{k}]")
         return state if self._graph is None else Permuted(self._graph, self._permutations[k], state)
-
-
-def read_network(network: Network, name: str) -> State:
-    """One network, from memory or a file."""
-    return load_state(network) if isinstance(network, (str, os.PathLike)) else read_state(network, name)

@@ -1,8 +1,7 @@
 """Gram matrices of a pair of networks that are kept, and brought up to date by what changed.
 
 A tensor that is moved along two axes has a Gram matrix between units along the one axis for every order of the other:
-``sum_i <reference[i, j], state[order[i], k]>`` over the positions i. When the order changes at few of them, only their
-part is computed again. Relaxation and descent use the same matrices, one after the other.
+``sum_i <reference[i, j], state[order[i], k]>``. When few positions i change their order, only their part is made anew.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ _MOSTLY_NEW = 0.8  # above this share of changed positions a product is computed
 class MovePlan:
     """Which positions of which tensors the groups move.
 
-    Tensors that do not fit are left out: two nested groups move them at the same positions, a group moves them in some
-    rows only, or they are moved along more than two axes.
+    Left out are tensors that two groups move at the same positions, in some rows only, or along more than two axes.
     """
 
     families: list[Family]
@@ -250,8 +248,7 @@ class WeightSimilarities:
     def grams(self, family: Family, permutation: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """For each group of a family ``[blocks * size, blocks * size]`` on the host, other families' groups applied.
 
-        It is over the positions that no deeper group moves. Where a root moves a tensor along two axes, the other axis
-        is in the order of ``permutation``.
+        Where a root moves a tensor along two axes, the other axis is in the order of ``permutation``.
         """
         if any(n not in self.plan.moves for n in family.tensors):
             return self.grams_anew(family, permutation)
@@ -288,11 +285,9 @@ class WeightSimilarities:
     def blocks(
         self, family: Family, moving: str, permutation: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Pieces of a coupled family, float64 on the host; every tensor counts in one piece.
+        """Pieces of a coupled family, float64 on the host: the root's ``[H, H]``, and ``[H, n, H, n]`` of its groups.
 
-        They are the root's own part ``[H, H]`` (positions that belong to no nested group), and for each group nested
-        right in the root ``[H, n, H, n]``, given the inner permutations of the others. A tensor that several groups
-        move counts for ``moving`` if that is among them.
+        Every tensor counts in one piece; one that several groups move counts for ``moving`` if that is among them.
         """
         root = family.root
         there = self._moved(family.tensors, permutation, family.names)

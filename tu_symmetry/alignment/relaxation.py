@@ -1,8 +1,7 @@
 """Frank-Wolfe on doubly stochastic matrices: a relaxation of weight matching that sees all groups at once.
 
-Every group starts at the barycenter (all entries equal); the linear oracle is an assignment for each family. Matrices
-never multiply tensors: an iteration needs the Gram matrices at one vertex (a permutation), and mixes them with those at
-hand. A tensor that is moved along more than two axes is left to the descent.
+Every group starts at the barycenter; the linear oracle is an assignment for each family. Matrices never multiply
+tensors: an iteration needs the Gram matrices at one vertex (a permutation), and mixes them with those at hand.
 """
 
 from __future__ import annotations
@@ -88,10 +87,9 @@ class RelaxedPair:
 
 
 def frank_wolfe(products: PairProducts) -> tuple[Permutation, int]:
-    """Maximize the matching objective of two networks over doubly stochastic matrices, then assign.
+    """Maximize the matching objective over doubly stochastic matrices, then assign; and the number of iterations.
 
-    The relaxation ends when the gap closes, or when a step has landed on a vertex for the third time: from there it
-    goes on between permutations, and a descent does that at a lower cost. The number of iterations comes with it.
+    It ends when the gap closes, or when a step has landed on a vertex for the third time: a descent is cheaper there.
     """
     pair = RelaxedPair(products)
     landings = iteration = 0

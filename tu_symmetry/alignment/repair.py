@@ -72,11 +72,11 @@ def repair(
 ) -> State:
     """REPAIR a merged network: every hidden unit gets the interpolated mean and standard deviation of the endpoints'.
 
-    Batch normalization layers are re-estimated. Then each other linear or convolution layer that runs once, owns its
-    weight, does not feed a BatchNorm layer directly, and is not the last one to run (the output), is rescaled and
-    shifted, channel by channel, in the order of execution: it is measured with all earlier ones corrected, so the
-    statistics on ``dataloader`` are met exactly. That takes one pass over the loader for each layer, and one for each
-    endpoint (Jordan et al. 2023, arXiv 2211.08403). Layers without bias are rescaled only, constant units shifted only.
+    BatchNorm layers are re-estimated. Then each other linear or convolution layer that runs once, owns its weight,
+    feeds no BatchNorm layer and is not the output is rescaled and shifted, channel by channel, in the order of
+    execution, with all earlier ones corrected: the statistics on ``dataloader`` are met exactly, in one pass for each
+    layer and endpoint (Jordan et al. 2023, arXiv 2211.08403). Layers without bias are only rescaled, constant units
+    only shifted.
 
     Args:
         model: the module, left as it is.
@@ -154,11 +154,7 @@ def _fill(
     dataloader: Iterable[Any],
     device: torch.device,
 ) -> None:
-    """Run a network over the data while its hooks fill the moments.
-
-    Raises:
-        ValueError: an empty loader; moments that are NaN or infinite, with the first batch that makes them so.
-    """
+    """Run a network over the data while its hooks fill the moments; refuse the first batch that makes them NaN."""
     for batch, inputs in enumerate(input_batches(dataloader, device)):
         forward(model, weights, inputs)
         filled = {path: torch.isfinite(found.sums[0]).all() for path, found in moments.items() if found.count}
@@ -173,11 +169,7 @@ def _fill(
 
 
 def _held(value: Tensor, given: Tensor, name: str) -> Tensor:
-    """A corrected tensor in the dtype of the given one.
-
-    Raises:
-        ValueError: NaN or infinite values, in that dtype.
-    """
+    """A corrected tensor in the dtype of the given one, which has to hold it."""
     held = value.to(given)
     if not torch.isfinite(held).all():
         raise ValueError(
