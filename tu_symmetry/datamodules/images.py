@@ -46,8 +46,7 @@ class ImageDataModule(LightningDataModule):
 
     Attributes:
         input_shape: ``(channels, height, width)``.
-        mean: the mean of the training pixels in [0, 1], by channel.
-        std: likewise.
+        mean: the mean of the training pixels in [0, 1], by channel; ``std`` likewise.
     """
 
     training_task: ClassVar[str] = "classification"

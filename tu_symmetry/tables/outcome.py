@@ -47,11 +47,8 @@ class Outcome:
 class Parts:
     """A folder of results, each in a sealed file of its own as soon as it is made: a command that was cut resumes.
 
-    A part that was made from something else (options, networks, data) is an error, and stays as it is.
-
-    Args:
-        folder: the folder of the parts; made when the first one is kept.
-        made_from: everything that the parts depend on, as JSON can hold it (of tensors :func:`digest_tensors`).
+    ``made_from`` is everything that the parts depend on, as JSON can hold it (of tensors :func:`digest_tensors`). A
+    part that was made from something else is an error, and stays as it is.
     """
 
     def __init__(self, folder: Path, made_from: Any) -> None:
