@@ -17,11 +17,8 @@ from tu_symmetry.experiments.symmetry_toy import (
     TwoGroupsDataModule,
     cluster_shares,
     remove,
-    rescaled,
-    sorted_by_output,
 )
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.logs import last_weights
 
@@ -133,22 +130,6 @@ def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
     assert numbers["both"]["variance"] < 0.1 * numbers["raw"]["variance"]
     assert f"{numbers['both']['variance']:.3g}" in text
     assert (out / "report" / "posterior.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_perceptrons_are_rescaled_and_sorted_without_change(bias: bool) -> None:
-    torch.manual_seed(1)
-    model = Perceptron(bias).double()
-    x = torch.randn(20, 2, dtype=torch.float64)
-    graph = discover_symmetries(model, x[:2])
-    expected = model(x)
-    state = {k: t.clone() for k, t in model.state_dict().items()}
-    for norm in (3.0, None):
-        made = sorted_by_output(graph, rescaled(graph, state, norm))
-        model.load_state_dict(made)
-        torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-13)
-        if norm is not None:
-            torch.testing.assert_close(made["hidden.weight"].norm(dim=-1), torch.full((2,), norm, dtype=torch.float64))
 
 
 def test_modes_are_counted_where_they_were_planted() -> None:

@@ -71,7 +71,7 @@ class Parts:
                 f"{path} was made with other options, or from other networks or data: move {self.folder} away, or "
                 "write to another folder (out)"
             )
-        return content["part"]  # type: ignore[no-any-return]
+        return content["part"]
 
 
 def plain(value: Any) -> Any:
