@@ -118,91 +118,72 @@ def shortened(recipe: Path, folder: Path, keep: Collection[str], edit: Edit) -> 
     return folder
 
 
-def _least(number: int) -> Callable[[Any], Any]:
-    return lambda value: min(value, number) if isinstance(value, int) and value > 0 else value
-
-
+LEAST = {  # what is at most so large in a small run
+    1: "burn_in repeats counts runs pairs epochs depth neighbors",
+    2: "check_val_every_n_epoch every_n_epochs leapfrog_steps num_members orders num_estimators num_repeats heads "
+    "num_samples steps_per_epoch num_steps num_probes refresh_every hyperprior_probes max_iterations",
+    3: "points",
+    4: "max_epochs",
+    8: "width",
+    16: "held_out",
+    18: "arch",
+    20: "max_steps",
+    32: "batch_size val_size",
+    48: "images statistics",
+}
 SMALL: dict[str, Callable[[Any], Any]] = {
-    "max_epochs": _least(4),
-    "max_steps": _least(20),
-    "check_val_every_n_epoch": _least(2),
-    "every_n_epochs": _least(2),
-    "burn_in": _least(1),
-    "leapfrog_steps": _least(2),
+    name: lambda value, number=number: min(value, number) if isinstance(value, int) and value > 0 else value
+    for number, names in LEAST.items()
+    for name in names.split()
+}
+SMALL |= {
     "stored": lambda _: [0, 2, 2],
-    "num_members": _least(2),
-    "orders": _least(2),
-    "num_estimators": _least(2),
-    "num_repeats": _least(2),
-    "num_samples": _least(2),
-    "repeats": _least(1),
-    "counts": _least(1),
-    "runs": _least(1),
-    "pairs": _least(1),
     "keep": lambda _: [1.0, 0.5],
     "hidden": lambda value: [6] * len(value) if isinstance(value, list) else 6,
     "channels": lambda value: [4] * len(value),
-    "batch_size": _least(32),
     "train_size": lambda _: 64,
     "test_size": lambda _: 48,
-    "val_size": _least(32),
     "ood_size": lambda _: 24,
-    "images": _least(48),
-    "statistics": _least(48),
-    "held_out": _least(16),
-    "epochs": _least(1),
-    "steps_per_epoch": _least(2),
-    "num_steps": _least(2),
-    "num_probes": _least(2),
-    "refresh_every": _least(2),
-    "hyperprior_probes": _least(2),
-    "max_iterations": _least(2),
-    "width": _least(8),
-    "heads": _least(2),
-    "depth": _least(1),
     "blocks": lambda value: [1] * len(value),
-    "arch": _least(18),
-    "points": _least(3),
     "largest_loss": lambda _: 1e9,
-    "neighbors": _least(1),
     "mode_tolerance": lambda _: 10.0,
     "stages": lambda _: [[4], [6]],
 }
 """What a key becomes in a small run, wherever it stands."""
+CLASSES: dict[str, dict[str, Any]] = {
+    "TomographyDataModule": {"images": 2},
+    "dropout_posterior": {"num_samples": 800},  # more than an image has pixels
+    "sampled_posterior": {"num_samples": 120},  # more than a patch has
+}
+"""Arguments that a class or function gets in a small run."""
 
 
 def small(value: Any, key: str = "") -> Any:
     """The same configuration with small networks, short chains and few images."""
     if key in SMALL and not isinstance(value, Mapping):
         return SMALL[key](value)
-    if isinstance(value, Mapping):
-        made = {k: small(v, str(k)) for k, v in value.items()}
-        if str(made.get("class_path", "")).endswith(("DigitsDataModule", "IDXDataModule", "CIFARDataModule")):
-            made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
-        if str(made.get("class_path", "")).startswith("torch_uncertainty.datamodules."):
-            made["init_args"] |= {"num_workers": 0, "persistent_workers": False}
-        if str(made.get("class_path", "")).endswith("TinyImageNetDataModule"):
-            made["init_args"] |= {"num_workers": 0, "persistent_workers": False}
-        if (
-            str(made.get("class_path", "")).endswith("CIFARDataModule")
-            and value["init_args"].get("dataset") != "cifar100"
-        ):
-            made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
-        if str(made.get("class_path", "")).endswith(".TomographyDataModule"):
-            made["init_args"] |= {"images": 2}
-        if str(made.get("class_path", "")).endswith(".dropout_posterior"):
-            made["init_args"] |= {"num_samples": 800}  # more than an image has pixels
-        if str(made.get("class_path", "")).endswith(".sampled_posterior"):
-            made["init_args"] |= {"num_samples": 120}  # more than a patch has
-        if made.get("class_path") == "torch_uncertainty.models.classification.resnet":
-            small_one = {"num_classes": 10, "width": 2, "blocks": [1, 1]}
-            return {"class_path": "tu_symmetry.experiments.rebasin.ResNet", "init_args": small_one}
-        if "num_problems" in (routine := made.get("routine", {}).get("init_args", {})) and "images" in (
-            options := made["data"]["init_args"]
-        ):
-            routine["num_problems"] = options["images"] * len(options["num_angles"])
-        return made
-    return [small(v) for v in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [small(v) for v in value]
+    if not isinstance(value, Mapping):
+        return value
+    made = {k: small(v, str(k)) for k, v in value.items()}
+    path = str(made.get("class_path", ""))
+    name = path.rpartition(".")[2]
+    if path == "torch_uncertainty.models.classification.resnet":
+        small_one = {"num_classes": 10, "width": 2, "blocks": [1, 1]}
+        return {"class_path": "tu_symmetry.experiments.rebasin.ResNet", "init_args": small_one}
+    if name.endswith(("DigitsDataModule", "IDXDataModule", "CIFARDataModule")):
+        made["init_args"] = {"train_size": 64, "test_size": 48} | made.get("init_args", {})
+    if name == "CIFARDataModule" and made["init_args"].get("dataset") != "cifar100":
+        made["init_args"] |= {"source": "archive", "ood_dataset": "textures"}
+    if path.startswith("torch_uncertainty.datamodules.") or name == "TinyImageNetDataModule":
+        made["init_args"] |= {"num_workers": 0, "persistent_workers": False}
+    if name in CLASSES:
+        made["init_args"] |= CLASSES[name]
+    routine, data = (made.get(part, {}).get("init_args", {}) for part in ("routine", "data"))
+    if "num_problems" in routine and "images" in data:
+        routine["num_problems"] = data["images"] * len(data["num_angles"])
+    return made
 
 
 def over(earlier: Any, later: Any) -> Any:

@@ -6,6 +6,7 @@ What a configuration names is imported and called: it is trusted like code. What
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,8 +21,15 @@ class ConfigError(ValueError):
 
 def resolve(path: str) -> Any:
     """The object with a dotted name: ``package.module.name``, ``module:name``, also an attribute of a class."""
+    parent, _, name = path.replace(":", ".").rpartition(".")
     try:
-        return pkgutil.resolve_name(path)
+        try:
+            holder: Any = importlib.import_module(parent)
+        except ModuleNotFoundError as error:
+            if not f"{parent}.".startswith(f"{error.name}."):  # what the module imports itself
+                raise
+            holder = pkgutil.resolve_name(parent)  # a class, perhaps
+        return getattr(holder, name)
     except Exception as error:  # a module that fails when it is imported can raise anything
         said = next(iter(str(error).splitlines()), "no message")
         raise ConfigError(

@@ -19,7 +19,7 @@ from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.rebasin import VGG, ResNet, match, measure, report
 from tu_symmetry.experiments.rebasin.barriers import path_scores
-from tu_symmetry.experiments.rebasin.matching import Members, read_permutations
+from tu_symmetry.experiments.rebasin.matching import Members
 from tu_symmetry.experiments.rebasin.report import ANSWERS
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.samples import SampleStore
@@ -28,6 +28,7 @@ from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_permutation
 from tu_symmetry.tables.commands import load_table
+from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import answered
 
 SMALL, CIFAR = RECIPES / "rebasin" / "fashion-small", RECIPES / "rebasin" / "cifar10"
@@ -146,7 +147,7 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, dict
     found = results["vgg"]["methods"]["activations"]
     members = Members(architecture("vgg"), data(), out / "vgg" / "samples", "cpu")
     model, test = members.model, members.test
-    aligned = members.matched(read_permutations(out / "vgg" / "matching")["activations"])
+    aligned = members.matched(Outcome.load(out / "vgg" / "matching").results["permutations"]["activations"])
     part, held_out = Batches(test.x[:100], test.y[:100]), Batches(test.x[100:], test.y[100:])
     statistics = members.first_images(200)
     a, b = aligned[1], aligned[2]  # never matched to each other

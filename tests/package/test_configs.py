@@ -83,3 +83,11 @@ def test_a_file_that_holds_no_mapping_is_named(content: bytes, message: str, tmp
     (tmp_path / "own.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=f"(?s)own.*{message}"):
         read_mapping(tmp_path / "own.yaml")
+
+
+def test_what_a_package_holds_stands_before_its_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "two_things").mkdir()
+    (tmp_path / "two_things" / "report.py").write_text("def report(): pass\n")
+    (tmp_path / "two_things" / "__init__.py").write_text("from two_things.report import report\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert callable(resolve("two_things.report"))

@@ -25,12 +25,10 @@ def test_a_part_is_made_once_and_read_afterwards(tmp_path: Path) -> None:
     options = {"networks": 3, "rate": 0.5}
     with pytest.raises(KeyboardInterrupt):
         Parts(tmp_path / "parts", options).take("a/b", make)
-    assert Parts(tmp_path / "parts", options).missing(["a/b", "c"]) == ["a/b", "c"]
     for _ in range(3):
         found = Parts(tmp_path / "parts", options).take("a/b", make)
         assert found == {"value": 0.1 + 0.2, "endless": None, "tensor": [0, 1, 2]}
     assert len(calls) == 2
-    assert Parts(tmp_path / "parts", options).missing(["a/b", "c"]) == ["c"]
 
 
 def test_parts_of_other_arguments_and_changed_ones_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -45,8 +46,7 @@ class ImageDataModule(LightningDataModule):
 
     Attributes:
         input_shape: ``(channels, height, width)``.
-        mean: the mean of the training pixels in [0, 1], by channel.
-        std: likewise.
+        mean: the mean of the training pixels in [0, 1], by channel; ``std`` likewise.
     """
 
     training_task: ClassVar[str] = "classification"
@@ -88,45 +88,48 @@ class ImageDataModule(LightningDataModule):
         self.train_size, self.val_size, self.test_size, self.ood_size = train_size, val_size, test_size, ood_size
         self.normalize, self.eval_ood, self.orders = normalize, eval_ood, orders
         self.resident, self.seed, self.augment = resident, seed, augment
-        self._parts: dict[str, TensorPairs] = {}
 
     @abstractmethod
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part from its files: ``train``, ``test`` or ``ood``."""
 
+    @cached_property
+    def _training_half(self) -> tuple[TensorPairs, TensorPairs]:
+        found = self.read("train")
+        left = len(found.x) - self.val_size
+        if left < 1:
+            raise DataFileError(f"val_size is {self.val_size}, but there are {len(found.x)} training images")
+        fitted, held_out = (LabeledImages(found.x[rows], found.y[rows]) for rows in (slice(left), slice(left, None)))
+        return self._pairs(fitted, "train_size", self.train_size), self._pairs(held_out)
+
     @property
     def train(self) -> TensorPairs:
         """The training set."""
-        return self._part("train")
+        return self._training_half[0]
 
     @property
     def val(self) -> TensorPairs:
         """The validation set; the test set if ``val_size`` is 0."""
-        return self._part("val" if self.val_size else "test")
+        return self._training_half[1] if self.val_size else self.test
 
-    @property
+    @cached_property
     def test(self) -> TensorPairs:
         """The test set."""
-        return self._part("test")
+        return self._pairs(self.read("test"), "test_size", self.test_size)
 
-    @property
+    @cached_property
     def ood(self) -> TensorPairs:
         """The out-of-distribution set."""
-        return self._part("ood")
+        return self._pairs(self.read("ood"), "ood_size", self.ood_size)
 
     def setup(self, stage: str | None = None) -> None:
         """Read what the stage needs (once), and move it to the trainer's device if it is to stay there."""
-        if stage in ("fit", None):
-            _ = self.train, self.val
-        if stage == "validate":
-            _ = self.val
-        if stage in ("test", "predict", None):
-            _ = self.test
-        if stage in ("test", None) and self.eval_ood:
-            _ = self.ood
+        needed = [self.train, self.val] if stage in ("fit", None) else [self.val] if stage == "validate" else []
+        needed += [self.test] if stage in ("test", "predict", None) else []
+        needed += [self.ood] if stage in ("test", None) and self.eval_ood else []
         if self.resident and self.trainer is not None:
             device = self.trainer.strategy.root_device
-            for pairs in self._parts.values():
+            for pairs in needed:
                 pairs.x, pairs.y = pairs.x.to(device), pairs.y.to(device)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -159,21 +162,6 @@ class ImageDataModule(LightningDataModule):
 
     def _in_order(self, data: TensorPairs) -> DataLoader[Any]:
         return DataLoader(data, batch_size=self.eval_batch_size or len(data), shuffle=False, collate_fn=as_it_is)
-
-    def _part(self, name: str) -> TensorPairs:
-        if name in self._parts:
-            return self._parts[name]
-        if name in ("test", "ood"):
-            self._parts[name] = self._pairs(self.read(name), f"{name}_size", getattr(self, f"{name}_size"))  # type: ignore[arg-type]
-            return self._parts[name]
-        found = self.read("train")
-        left = len(found.x) - self.val_size
-        if left < 1:
-            raise DataFileError(f"val_size is {self.val_size}, but there are {len(found.x)} training images")
-        fitted, held_out = (LabeledImages(found.x[rows], found.y[rows]) for rows in (slice(left), slice(left, None)))
-        self._parts["train"] = self._pairs(fitted, "train_size", self.train_size)
-        self._parts["val"] = self._pairs(held_out)
-        return self._parts[name]
 
     def _pairs(self, found: LabeledImages, what: str = "", size: int | None = None) -> TensorPairs:
         """The first ``size`` images (or evenly spaced ones), scaled."""

@@ -68,8 +68,6 @@ class ResumableLoader(DataLoader[Any]):
     """A loader in :class:`SeededOrder` whose place within the epoch is part of Lightning's checkpoints.
 
     Args:
-        dataset: what is read.
-        batch_size: the size of all batches but the last.
         sampler: the order, or the first of several.
         orders: all of several orders; batches are ``[orders, batch, ...]`` then, row by row those of each order.
         augment: what is done to the inputs of every batch, with the order's generator of that batch; of several orders

@@ -54,14 +54,15 @@ def read_digits() -> dict[str, LabeledImages]:
     return {"train": LabeledImages(train_x.unsqueeze(1), train_y), "test": LabeledImages(test_x.unsqueeze(1), test_y)}
 
 
-def idx_files(root: Path, name: IDXName, split: Split) -> tuple[Path, ...] | None:
+def idx_files(root: Path, name: IDXName, split: Split) -> tuple[Path, Path] | None:
     """Files of images and labels, gzipped or not, in ``root/NAME/raw`` or ``root/NAME``; None where one is missing."""
     half = "train" if split == "train" else "t10k"
     stems = (f"{half}-images-idx3-ubyte", f"{half}-labels-idx1-ubyte")
     for folder in (root / IDX_FOLDERS[name] / "raw", root / IDX_FOLDERS[name]):
         found = [p for stem in stems for p in (folder / stem, folder / f"{stem}.gz") if p.is_file()]
-        if all(any(p.name.startswith(stem) for p in found) for stem in stems):
-            return tuple(next(p for p in found if p.name.startswith(stem)) for stem in stems)
+        images, labels = ([p for p in found if p.name.startswith(stem)] for stem in stems)
+        if images and labels:
+            return images[0], labels[0]
     return None
 
 

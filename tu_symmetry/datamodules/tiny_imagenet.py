@@ -12,10 +12,9 @@ from tu_symmetry.datamodules.readers import DataFileError
 
 
 class TinyImageNet(_Dataset):
-    """``torch_uncertainty.datasets.classification.TinyImageNet`` with a training half.
+    """TorchUncertainty's data set with a training half, whose classes come in the order of ``wnids.txt``.
 
-    TorchUncertainty 0.13 adds a text to a path where it looks for the training images, which is a ``TypeError``, and
-    takes the classes in the order of the file system. Here they come in the order of ``wnids.txt``.
+    TorchUncertainty 0.13 adds a text to a path where it looks for the training images, which is a ``TypeError``.
     """
 
     def __init__(self, root: str | Path, split: Any = "train", **transforms: Any) -> None:
@@ -30,18 +29,16 @@ class TinyImageNet(_Dataset):
     def _make_paths(self) -> list[tuple[Path, int]]:
         if self.split != "train":
             return super()._make_paths()
-        folder, found = self.root / "train", []
+        found = []
         for label, wnid in enumerate(self.wnids_path.read_text().split()):
-            for line in (folder / wnid / f"{wnid}_boxes.txt").read_text().splitlines():
-                found.append((folder / wnid / "images" / line.split()[0], label))
+            folder = self.root / "train" / wnid
+            lines = (folder / f"{wnid}_boxes.txt").read_text().splitlines()
+            found += [(folder / "images" / line.split()[0], label) for line in lines]
         return found
 
 
 class TinyImageNetDataModule(_DataModule):
-    """``torch_uncertainty.datamodules.TinyImageNetDataModule``, with :class:`TinyImageNet` for its data set.
-
-    ``root`` holds ``tiny-imagenet-200``; ``options`` are those of TorchUncertainty's.
-    """
+    """TorchUncertainty's ``TinyImageNetDataModule``, and its options; ``root`` holds ``tiny-imagenet-200``."""
 
     def __init__(self, root: str | Path, batch_size: int, **options: Any) -> None:
         super().__init__(root=root, batch_size=batch_size, **options)

@@ -145,12 +145,10 @@ class _Deadline(LastCheckpoint):
 
 
 def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) -> SymmetryCLI:
-    """Run a subcommand, ``["fit", "--config", "recipe.yaml", ...]``, as LightningCLI understands it.
+    """Run what is typed after ``tu-symmetry``, ``["fit", "--config", "recipe.yaml", ...]``.
 
-    Args:
-        arguments: what is typed after ``tu-symmetry``.
-        deadline: the deadline of a fit, by :func:`time.monotonic`. It is then cut without what callbacks and routines
-            do at the end of an epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
+    A fit is cut at its ``deadline`` (by :func:`time.monotonic`) without what callbacks and routines do at the end of an
+    epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
     """
     before = sys.argv
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own

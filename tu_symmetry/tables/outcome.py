@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,8 @@ class Outcome:
 class Parts:
     """A folder of results, each in a sealed file of its own as soon as it is made: a command that was cut resumes.
 
-    A part that was made from something else (options, networks, data) is an error, and stays as it is.
-
-    Args:
-        folder: the folder of the parts; made when the first one is kept.
-        made_from: everything that the parts depend on, as JSON can hold it (of tensors :func:`digest_tensors`).
+    ``made_from`` is everything that the parts depend on, as JSON can hold it (of tensors :func:`digest_tensors`). A
+    part that was made from something else is an error, and stays as it is.
     """
 
     def __init__(self, folder: Path, made_from: Any) -> None:
@@ -62,24 +59,19 @@ class Parts:
         """The file of a part; slashes in its name become dashes."""
         return self.folder / f"{name.replace('/', '-')}.json"
 
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the parts that are still to be made."""
-        return [name for name in names if not self.path(name).exists()]
-
     def take(self, name: str, make: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
         """The part, made by ``make(*arguments)`` and kept if it is not there."""
         path = self.path(name)
         if not path.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(path, {"made_from": self.key, "part": plain(make(*arguments))}, seal=True)
-        content, _ = read_json(path)
+        content: dict[str, Any] = read_json(path)[0]
         if content.get("made_from") != self.key:
             raise FileError(
                 f"{path} was made with other options, or from other networks or data: move {self.folder} away, or "
                 "write to another folder (out)"
             )
-        part: dict[str, Any] = content["part"]
-        return part
+        return content["part"]
 
 
 def plain(value: Any) -> Any:

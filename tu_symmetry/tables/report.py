@@ -46,9 +46,7 @@ def table(
 class Report:
     """A report in the making: sections in the order in which they are added.
 
-    Args:
-        out: folder of the report and its figures; made if there is none.
-        recipe: folder or name of the recipe, whose ``table.yaml`` holds title, note, claims and the paper's numbers.
+    ``table`` is the recipe's ``table.yaml``, which holds title, note, claims and the paper's numbers.
     """
 
     def __init__(self, out: Path, recipe: str) -> None:

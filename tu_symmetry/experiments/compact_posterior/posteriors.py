@@ -27,7 +27,6 @@ from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.tables.outcome import Outcome
 
 COLUMNS = ("hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q")
-KEEP = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.01)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def prune(
     model: nn.Module,
     data: ImageDataModule,
     runs: Runs,
-    keep: Sequence[float] = KEEP,
+    keep: Sequence[float],
     num_samples: int = 200,
     seed: int = 0,
     device: str = "auto",

@@ -153,17 +153,16 @@ def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
 def draw_transpositions(path: Path, found: Found) -> None:
     """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation."""
     initial, panels, walk = found["initial"], found["panels"], found["walk"]
+    start = "NoT at initialization"
     with plots.figure(path, 4, width=3.1) as axes:
         axes[0].plot([0, max(initial)], [0, max(initial)], color=plots.GRAY, linestyle=":", label="unchanged")
         plots.band(axes[0], initial, panels["transpositions"], plots.BLUE, "found by matching")
-        axes[0].set(title="NoT after training", xlabel="NoT at initialization", ylabel="NoT")
-        for ax, key, title, unit in (
-            (axes[1], "distance", "Weight distance", "$\\|W_0 - W_1\\|_2^2$"),
-            (axes[2], "barrier", "Loss barrier", "training loss (nats)"),
-        ):
+        axes[0].set(title="NoT after training", xlabel=start, ylabel="NoT")
+        axes[1].set(title="Weight distance", xlabel=start, ylabel="$\\|W_0 - W_1\\|_2^2$")
+        axes[2].set(title="Loss barrier", xlabel=start, ylabel="training loss (nats)")
+        for ax, key in ((axes[1], "distance"), (axes[2], "barrier")):
             plots.band(ax, initial, panels[f"{key}_unmatched"], plots.GRAY, "before matching")
             plots.band(ax, initial, panels[key], plots.BLUE, "after matching")
-            ax.set(title=title, xlabel="NoT at initialization", ylabel=unit)
             ax.set_ylim(bottom=min(0.0, ax.get_ylim()[0]))
         plots.band(axes[3], walk["ratios"], walk["transpositions"], plots.BLUE, None)
         label = r"interpolation $\lambda$"

@@ -21,7 +21,7 @@ from tu_symmetry.alignment.barrier import chord_excess, classifier_scores, inter
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.rebasin.matching import Members, read_permutations
+from tu_symmetry.experiments.rebasin.matching import Members
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import FileError
 from tu_symmetry.states import State, mean_state
@@ -74,7 +74,7 @@ def measure(
         same = all(torch.equal(states["repair"][name], t) for name, t in states["batchnorm"].items())
         return corrected | {"repair": corrected["batchnorm"] if same else scores(states["repair"])}
 
-    permutations = read_permutations(matching)
+    permutations = found.pop("permutations")
     singles = [scores(state) for state in members.states]
     methods: dict[str, Any] = {}
     for method in tracked("measuring", list(found["methods"]), str):

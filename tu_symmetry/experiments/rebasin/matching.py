@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import Similarity
@@ -18,7 +19,6 @@ from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.study import Study, tracked
-from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.action import apply_permutation
@@ -26,7 +26,6 @@ from tu_symmetry.symmetry.elements import Permutation, compose, identity_permuta
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 
 Method = Literal["weights", "activations", "straight_through", "universe"]
-PERMUTATIONS = "permutations.safetensors"
 
 
 class Members(Study):
@@ -47,10 +46,10 @@ class Members(Study):
             raise ValueError(f"{count} training images are asked for, but there are {len(self.train.x)}")
         return Batches(self.train.x[:count], self.train.y[:count], batch_size)
 
-    def matched(self, permutations: Sequence[Permutation]) -> list[State]:
-        """The networks, each with its units in the order of its permutation."""
-        pairs = zip(permutations, self.states, strict=True)
-        return [apply_permutation(self.graph, p, state) for p, state in pairs]
+    def matched(self, permutations: Sequence[Mapping[str, Any]]) -> list[State]:
+        """The networks, each with its units in the order of its permutation, of tensors or of lists as in results."""
+        made = [{group: torch.as_tensor(order, device="cpu") for group, order in p.items()} for p in permutations]
+        return [apply_permutation(self.graph, p, state) for p, state in zip(made, self.states, strict=True)]
 
 
 def match(
@@ -69,7 +68,6 @@ def match(
     """Match the networks by each method: their permutations, transpositions, and the distances between all pairs.
 
     Args:
-        out: gets ``permutations.safetensors``: ``METHOD/NETWORK/GROUP`` to indices.
         methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
             ``universe`` matches all of them at once.
         images: training images, the first ones, for activation and straight-through matching.
@@ -94,7 +92,6 @@ def match(
     found: dict[str, Sequence[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
     found |= {method: permutations_of(method) for method in tracked("matching", methods, str)}
     results: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, Tensor] = {}
     for name, given in found.items():
         own = [{group: indices.cpu() for group, indices in p.items()} for p in given]
         moved = members.matched(own)
@@ -102,24 +99,9 @@ def match(
             "transpositions": [transposition_count(compose(invert(own[0]), p)) for p in own],
             "distances": [weight_distance(graph, moved[i], moved[j]) for i, j in members.pairs],
         }
-        tensors |= {f"{name}/{k}/{group}": indices for k, p in enumerate(own) for group, indices in p.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    write_safetensors(out / PERMUTATIONS, tensors)
     mean = (f"{name} {fmean(own['distances']):.2f}" for name, own in results.items())
+    largest = sum(group.size - 1 for group in graph.permutations)
     return Outcome(
-        {
-            "methods": results,
-            "largest_transpositions": sum(group.size - 1 for group in graph.permutations),
-            "networks": members.networks,
-        },
+        {"methods": results, "largest_transpositions": largest, "networks": members.networks, "permutations": found},
         f"mean distance: {', '.join(mean)}",
     )
-
-
-def read_permutations(matching: Path) -> dict[str, list[Permutation]]:
-    """Method to the permutation of each network, as :func:`match` has written them; ``none`` are identities."""
-    found: dict[str, dict[int, Permutation]] = {}
-    for key, indices in read_tensors(matching / PERMUTATIONS).items():
-        method, k, group = key.split("/", 2)
-        found.setdefault(method, {}).setdefault(int(k), {})[group] = indices
-    return {method: [one[k] for k in sorted(one)] for method, one in found.items()}

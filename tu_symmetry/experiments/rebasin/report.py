@@ -35,8 +35,7 @@ def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide:
     """Write ``report.md`` with tables and figures, and answer the claims of the recipe from what was measured.
 
     Args:
-        networks: kind of network, as the report names it, to the folder of its
-            :func:`~tu_symmetry.experiments.rebasin.measure`.
+        networks: kind of network, as the report names it, to the folder of its `measure`.
         narrow: the kind that the claim about widths starts from.
         wide: the kind that is wider.
     """
@@ -96,13 +95,12 @@ def _width(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
 def _correction(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
     held, words = [], []
     for title, found in networks.items():
-        reductions = []
+        reductions = {}
         for method in _matchings(found):
             plain, after = (fmean(barriers(found, method, correction)) for correction in ("none", "repair"))
-            reduction = 1 - after / plain if 0 < plain < math.inf else math.nan
-            held.append(0.6 <= reduction <= 1)
-            reductions.append(f"{METHODS[method]} {100 * reduction:.0f} %")
-        words.append(f"{title}: {', '.join(reductions)}")
+            reductions[METHODS[method]] = 1 - after / plain if 0 < plain < math.inf else math.nan
+        held += [0.6 <= value <= 1 for value in reductions.values()]
+        words.append(f"{title}: {', '.join(f'{name} {100 * value:.0f} %' for name, value in reductions.items())}")
     return _answer(held, "reduction of the mean barrier by REPAIR", words)
 
 
@@ -139,7 +137,7 @@ def barrier_table(title: str, found: Found) -> Grid:
     """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
     matching = found["matching"]
 
-    def cell(method: str, correction: str, tempered: bool) -> str:
+    def cell(method: str, correction: str, *, tempered: bool) -> str:
         values = torch.tensor(barriers(found, method, correction, tempered=tempered), dtype=torch.float64, device="cpu")
         return f"{values.mean():.2f}" + (f"\n±{values.std():.2f}" if len(values) > 1 else "")
 
@@ -147,9 +145,8 @@ def barrier_table(title: str, found: Found) -> Grid:
         "NoT": lambda m: f"{fmean(matching['methods'][m]['transpositions'][1:]):.0f}",
         "L2": lambda m: f"{fmean(matching['methods'][m]['distances']):.1f}",
     }
-    for tempered, prefix in ((False, "T = 1"), (True, "tuned T")):
-        for c in CORRECTIONS:
-            columns[f"{prefix}\n{SHORT[c]}"] = lambda m, c=c, tempered=tempered: cell(m, c, tempered)
+    columns |= {f"T = 1\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=False) for c in CORRECTIONS}
+    columns |= {f"tuned T\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=True) for c in CORRECTIONS}
     caption = (
         f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
         "softmax temperature, 1 or tuned at each point on held-out images; BN: BatchNorm statistics re-estimated "
@@ -170,11 +167,8 @@ def accuracy_table(title: str, found: Found) -> Grid:
     def mean(measured: Found, c: str) -> str:
         return f"{100 * measured['mean'][c]['accuracy']:.1f}\n{_finite(measured['mean'][c]['loss']):.3f}"
 
-    columns: dict[str, Any] = {
-        f"{name}\n{SHORT[c]}": lambda measured, c=c, cell=cell: cell(measured, c)
-        for name, cell in (("halfway", halfway), ("mean", mean))
-        for c in CORRECTIONS
-    }
+    columns: dict[str, Any] = {f"halfway\n{SHORT[c]}": lambda one, c=c: halfway(one, c) for c in CORRECTIONS}
+    columns |= {f"mean\n{SHORT[c]}": lambda one, c=c: mean(one, c) for c in CORRECTIONS}
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
         f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"

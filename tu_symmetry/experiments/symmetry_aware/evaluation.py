@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -110,38 +110,37 @@ def evaluate(
     test = _test_set(data, 0)
     others = {name: _test_set(module, 1)[0] for name, module in ood.items()}
     trusted = None if predictive is None else _trusted(predictive, len(test[0]))
-    on = chosen_device(device)
     model = model.eval()
     graph = discover_symmetries(model, test[0][:2])
     graph.require_verified()
-    model = model.to(on)
+    judge = Judge(model.to(chosen_device(device)), graph, chosen_device(device), resamples, seed)
     forms = {
         "mmd": None,
         "ns": removal("paper"),
-        "ns_aligned": removal("min_mass", align_to={n: t[0].to(on) for n, t in references.items()}),
+        "ns_aligned": removal("min_mass", align_to={n: t[0].to(judge.device) for n, t in references.items()}),
     }
-    compared = {name: _vectors(graph, references, form, on) for name, form in forms.items()}
+    compared = {name: judge.vectors(references, form) for name, form in forms.items()}
     found: dict[str, Any] = {row: [] for row in rows}
-    shown = {"reference": _marginal(graph, references, on)}
+    shown = {"reference": judge.marginal(references)}
     jobs = [(row, folders) for row, posteriors in rows.items() for folders in posteriors]
     for row, folders in tracked("evaluating", jobs, lambda job: job[0]):
         states, numbers = _networks(folders, num_samples, like)
         runs = numbers if row.startswith(MULTI) else None
-        entry = quality(graph, states, forms, compared, runs, resamples, zlib.crc32(f"{seed}/{row}".encode()), on)
-        probs = _probabilities(model, states, test[0], on).cpu()
-        outside = {name: _probabilities(model, states, x, on).cpu() for name, x in others.items()}
+        entry = judge.quality(states, forms, compared, runs, zlib.crc32(f"{seed}/{row}".encode()))
+        probs = judge.probabilities(states, test[0]).cpu()
+        outside = {name: judge.probabilities(states, x).cpu() for name, x in others.items()}
         entry |= scores(probs, test[1], outside, resamples=resamples, seed=seed)
         if trusted is not None:
             entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
             entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
-        entry["homogeneity"] = homogeneity(graph, states, seed)
+        entry["homogeneity"] = judge.homogeneity(states)
         if not found[row]:
-            shown[row] = _marginal(graph, states, on)
+            shown[row] = judge.marginal(states)
         found[row].append(entry)
         del states  # before the next are read
-    marginals = {n: homogeneity(graph, _networks(own, num_samples, like)[0], seed) for n, own in extra.items()}
-    marginals["reference"] = homogeneity(graph, references, seed)
-    diversity, pairs = _diversity(model, references, test[0], others, diversity_networks, resamples, seed, on)
+    marginals = {name: judge.homogeneity(_networks(own, num_samples, like)[0]) for name, own in extra.items()}
+    marginals["reference"] = judge.homogeneity(references)
+    diversity, pairs = judge.diversity({n: t[:diversity_networks] for n, t in references.items()}, test[0], others)
     result = {
         "rows": found,
         "networks": {"reference": sample_count(references), "row": num_samples},
@@ -154,45 +153,96 @@ def evaluate(
     return Outcome(result, f"{len(found)} rows; least NS: {least}")
 
 
-def quality(
-    graph: SymmetryGraph,
-    states: States,
-    forms: Mapping[str, Removal | None],
-    references: Mapping[str, States],
-    runs: Tensor | None,
-    resamples: int,
-    seed: int,
-    device: torch.device,
-) -> dict[str, Any]:
-    """Discrepancies of one posterior from the reference, plain and without symmetries, each also at equal sizes."""
-    found: dict[str, Any] = {}
-    for name, form in forms.items():
-        own = _vectors(graph, states, form, device)
-        there = {n: t.to(device) for n, t in own.items()}
-        removed = "nothing" if form is None else form.name
-        options: dict[str, Any] = {"removed": removed, "bootstraps": resamples, "groups": (runs, None)}
-        for suffix, sizes in (("", "given"), ("_equal", "equal")):
-            generator = torch.Generator().manual_seed(seed)
-            test = vectors_test(there, references[name], sizes=sizes, generator=generator, **options)
-            found[f"{name}{suffix}"] = asdict(test)
-        if name == "ns_aligned":
-            pair = [torch.cat(list(v.values()), dim=1) for v in (own, references[name])]
-            generator = torch.Generator().manual_seed(seed)
-            distances = vector_distances(*pair, generator=generator, device=device)
-            found["quotient"] = asdict(distances) | {"removed": removed}
-    return found
+@dataclass
+class Judge:
+    """What is measured of the networks of one posterior; no more than 50 of them are on the device at a time."""
 
+    model: nn.Module
+    graph: SymmetryGraph
+    device: torch.device
+    resamples: int
+    seed: int
 
-def homogeneity(graph: SymmetryGraph, states: States, seed: int) -> dict[str, Any]:
-    """P-value of the corollary, and where each layer's largest weight is."""
-    metric = MarginalHomogeneity(graph, num_resamples=499, seed=seed)
-    metric.update(states)
-    generator = torch.Generator().manual_seed(seed)
-    largest = {
-        name: {"counts": found.counts.tolist(), "index": found.index.tolist(), "p_value": found.p_value}
-        for name, found in largest_weights(graph, states, generator=generator).items()
-    }
-    return {"p_value": float(metric.compute()), "largest": largest}
+    def generator(self) -> torch.Generator:
+        """A new generator, always the same."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def parts(self, states: States) -> Iterator[dict[str, Tensor]]:
+        """Some of the networks after the others, on the device."""
+        for start in range(0, sample_count(states), _NETWORKS):
+            yield {n: t[start : start + _NETWORKS].to(self.device) for n, t in states.items()}
+
+    def vectors(self, states: States, form: Removal | None) -> dict[str, Tensor]:
+        """Vectors in main memory, of forms that are computed on the device."""
+        if form is None:
+            return weight_vectors({n: states[n] for n in self.graph.shapes if n not in self.graph.buffers})
+        made: dict[str, list[Tensor]] = {}
+        for part in self.parts(states):
+            for name, vectors in weight_vectors(part, graph=self.graph, removed=form).items():
+                made.setdefault(name, []).append(vectors.cpu())
+        return {name: torch.cat(vectors) for name, vectors in made.items()}
+
+    def probabilities(self, states: States, x: Tensor) -> Tensor:
+        """Class probabilities ``(S, B, C)``."""
+        return torch.cat([member_probabilities(self.model, part, x) for part in self.parts(states)])
+
+    def quality(
+        self,
+        states: States,
+        forms: Mapping[str, Removal | None],
+        references: Mapping[str, States],
+        runs: Tensor | None,
+        seed: int,
+    ) -> dict[str, Any]:
+        """Discrepancies from the reference, plain and without symmetries, each also at equal sizes."""
+        found: dict[str, Any] = {}
+        for name, form in forms.items():
+            own = self.vectors(states, form)
+            there = {n: t.to(self.device) for n, t in own.items()}
+            removed = "nothing" if form is None else form.name
+            options: dict[str, Any] = {"removed": removed, "bootstraps": self.resamples, "groups": (runs, None)}
+            for suffix, sizes in (("", "given"), ("_equal", "equal")):
+                generator = torch.Generator().manual_seed(seed)
+                test = vectors_test(there, references[name], sizes=sizes, generator=generator, **options)
+                found[f"{name}{suffix}"] = asdict(test)
+            if name == "ns_aligned":
+                a, b = (torch.cat(list(vectors.values()), dim=1) for vectors in (own, references[name]))
+                options = {"generator": torch.Generator().manual_seed(seed), "device": self.device}
+                found["quotient"] = asdict(vector_distances(a, b, **options)) | {"removed": removed}
+        return found
+
+    def homogeneity(self, states: States) -> dict[str, Any]:
+        """P-value of the corollary, and where each layer's largest weight is."""
+        metric = MarginalHomogeneity(self.graph, num_resamples=499, seed=self.seed)
+        metric.update(states)
+        largest = {
+            name: {"counts": found.counts.tolist(), "index": found.index.tolist(), "p_value": found.p_value}
+            for name, found in largest_weights(self.graph, states, generator=self.generator()).items()
+        }
+        return {"p_value": float(metric.compute()), "largest": largest}
+
+    def diversity(self, states: States, test: Tensor, others: States) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Pairwise mutual information of networks, in and (each set by itself) out of distribution."""
+        inside = self.probabilities(states, test)
+        upper = torch.triu_indices(len(inside), len(inside), 1, device="cpu")
+        i, j = upper[:, :: max(1, upper.shape[1] // 2000)]  # enough for a figure
+        found, pairs = {}, {}
+        for name, x in others.items():
+            outside = self.probabilities(states, x)
+            a, b = (pairwise_mutual_information(probs).double().cpu() for probs in (inside, outside))
+            found[name] = asdict(diversity_summary(a, b, bootstraps=self.resamples, generator=self.generator()))
+            pairs[name] = [a[i, j].tolist(), b[i, j].tolist()]
+        return found, pairs
+
+    def marginal(self, states: States) -> dict[str, list[float]]:
+        """Quantiles of the marginals of the first layer's weights, before and after removal."""
+        shapes = {name: shape for name, shape in self.graph.shapes.items() if name not in self.graph.buffers}
+        layer = next(name for name, shape in shapes.items() if len(shape) > 1)
+        after = torch.cat([removal("paper").apply(self.graph, part)[layer].cpu() for part in self.parts(states)])
+        return {
+            when: torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist()
+            for when, t in {"before": states[layer], "after": after}.items()
+        }
 
 
 @torch.no_grad()
@@ -294,26 +344,6 @@ def _networks(folders: Sequence[Path], wanted: int | None, like: States) -> tupl
     return {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}, torch.tensor(numbers, device="cpu")
 
 
-def _parts(states: States, device: torch.device) -> Iterator[dict[str, Tensor]]:
-    for start in range(0, sample_count(states), _NETWORKS):
-        yield {n: t[start : start + _NETWORKS].to(device) for n, t in states.items()}
-
-
-def _vectors(graph: SymmetryGraph, states: States, form: Removal | None, device: torch.device) -> dict[str, Tensor]:
-    """Vectors in main memory, of forms that are computed on the device."""
-    if form is None:
-        return weight_vectors({n: states[n] for n in graph.shapes if n not in graph.buffers})
-    made: dict[str, list[Tensor]] = {}
-    for part in _parts(states, device):
-        for name, vectors in weight_vectors(part, graph=graph, removed=form).items():
-            made.setdefault(name, []).append(vectors.cpu())
-    return {name: torch.cat(vectors) for name, vectors in made.items()}
-
-
-def _probabilities(model: nn.Module, states: States, x: Tensor, device: torch.device) -> Tensor:
-    return torch.cat([member_probabilities(model, part, x) for part in _parts(states, device)])
-
-
 def _test_set(data: LightningDataModule, number: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a test loader: the test set is the first one, the out-of-distribution set the second."""
     data.prepare_data()
@@ -336,38 +366,3 @@ def _trusted(path: Path, points: int) -> Tensor:
             "more"
         )
     return probs[:points].double()
-
-
-def _diversity(
-    model: nn.Module,
-    references: States,
-    test: Tensor,
-    others: States,
-    networks: int,
-    resamples: int,
-    seed: int,
-    device: torch.device,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Pairwise mutual information of reference networks, in and (each set by itself) out of distribution."""
-    chosen = {n: t[:networks] for n, t in references.items()}
-    inside = _probabilities(model, chosen, test, device)
-    upper = torch.triu_indices(len(inside), len(inside), 1, device="cpu")
-    i, j = upper[:, :: max(1, upper.shape[1] // 2000)]  # enough for a figure
-    found, pairs = {}, {}
-    for name, x in others.items():
-        outside = _probabilities(model, chosen, x, device)
-        generator = torch.Generator().manual_seed(seed)
-        a, b = (pairwise_mutual_information(probs).double().cpu() for probs in (inside, outside))
-        found[name] = asdict(diversity_summary(a, b, bootstraps=resamples, generator=generator))
-        pairs[name] = [a[i, j].tolist(), b[i, j].tolist()]
-    return found, pairs
-
-
-def _marginal(graph: SymmetryGraph, states: States, device: torch.device) -> dict[str, list[float]]:
-    """Quantiles of the marginals of the first layer's weights, before and after removal."""
-    layer = next(name for name in graph.shapes if name not in graph.buffers and len(graph.shapes[name]) > 1)
-    parts = [removal("paper").apply(graph, part)[layer].cpu() for part in _parts(states, device)]
-    return {
-        when: torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist()
-        for when, t in {"before": states[layer], "after": torch.cat(parts)}.items()
-    }

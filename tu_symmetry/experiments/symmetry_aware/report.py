@@ -237,10 +237,9 @@ def draw_discrepancy(path: Path, rows: Found) -> None:
     with plots.figure(path, 1, width=4.4, height=3.4) as (ax,):
         for row, entry in rows.items():
             color = plots.ORANGE if row.startswith("one") else plots.BLUE
-            tests = [entry[k] for k in ("mmd", "ns")]
-            place = [100 * test["value"] for test in tests]
-            xerr, yerr = map(_reach, tests)
-            ax.errorbar(*place, xerr=xerr, yerr=yerr, fmt="o", color=color)
+            mmd, ns = entry["mmd"], entry["ns"]
+            place = (100 * mmd["value"], 100 * ns["value"])
+            ax.errorbar(*place, xerr=_reach(mmd), yerr=_reach(ns), fmt="o", color=color)
             ax.annotate(row.partition("/")[2], place, fontsize=7, xytext=(4, 3), textcoords="offset points")
         ax.set(title="Orange: one mode, blue: several", xlabel="MMD, times 100", ylabel="NS, times 100")
 
