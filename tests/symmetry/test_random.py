@@ -138,7 +138,7 @@ def blocks(kind: str, count: int, size: int, start: int, *marks: Any) -> list[An
 
 BLOCKS = [
     *blocks("beyond", 20, 5, 0, pytest.mark.sampled(8)),
-    *blocks("random", 30, 10, 0, pytest.mark.sampled(6)),
+    *blocks("random", 30, 10, 0, pytest.mark.sampled(10)),
     *blocks("beyond", 4, 250, 1000, pytest.mark.slow),
     *blocks("random", 10, 500, 1000, pytest.mark.slow),
 ]
@@ -171,7 +171,7 @@ def of_name(name: str) -> Outcome:
         return examine(entry.build().eval(), entry.inputs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry", HANDWRITTEN, ids=lambda h: h.name)
 def test_handwritten_module(entry: Handwritten) -> None:
     outcome = of_name(entry.name)
