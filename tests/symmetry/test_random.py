@@ -39,8 +39,13 @@ class Outcome:
 
     verdict: str
     why: str = ""
-    found: frozenset[str] = frozenset()
-    groups: int = 0
+    graph: tus.SymmetryGraph | None = None
+
+    @property
+    def found(self) -> set[str]:
+        """Parameters whose first axis a group of the network's own moves."""
+        groups = self.graph.permutations if self.graph is not None else ()
+        return {m.parameter for g in groups for m in g.members if m.axis == 0 and g.parent is None}
 
 
 def examine(model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) -> Outcome:
@@ -61,8 +66,7 @@ def examine(model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) -> Outc
     except Exception:
         return Outcome(CRASHED, traceback.format_exc(limit=-6))
     changed = [k for k, v in model.state_dict().items() if not torch.equal(v.nan_to_num(), before[k].nan_to_num())]
-    found = frozenset(m.parameter for g in graph.permutations for m in g.members if m.axis == 0 and g.parent is None)
-    outcome = Outcome(FINE, "", found, len(list(graph.groups())))
+    outcome = Outcome(FINE, graph=graph)
     if verdict.wrong:
         outcome.verdict, outcome.why = WRONG, "; ".join(verdict.wrong[:3])
     elif changed:
@@ -108,12 +112,8 @@ def runs(model: nn.Module, inputs: tuple[Any, ...], *, training: bool) -> bool:
 def examine_beyond(model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) -> Outcome:
     """Discover and verify on the example; ask the oracle on other inputs (blank ones too), other ways, in training."""
     found = examine(model, inputs, seed=seed)
-    if found.verdict == WRONG or not found.groups:
+    if found.verdict == WRONG or found.graph is None or not list(found.graph.groups()):
         return found
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph = tus.discover_symmetries(model, inputs)
-        tus.verify_symmetries(graph, model, inputs)
     blank = tuple(torch.zeros_like(x) if x.is_floating_point() else x for x in inputs)
     generator = torch.Generator().manual_seed(seed)
     large = tuple(30 * torch.randn(x.shape, generator=generator) if x.is_floating_point() else x for x in inputs)
@@ -122,7 +122,7 @@ def examine_beyond(model: nn.Module, inputs: tuple[Any, ...], *, seed: int = 0) 
             for training in (False, True):
                 if not runs(model, (*given, *way), training=training):  # batch norm trains on two samples at least
                     continue
-                verdict = judge(graph, model, (*given, *way), seed=seed, training=training)
+                verdict = judge(found.graph, model, (*given, *way), seed=seed, training=training)
                 if verdict.wrong:
                     kind = {id(blank): "blank", id(large): "large"}.get(id(given), "the same")
                     found.verdict = WRONG
