@@ -68,6 +68,11 @@ KINDS = {
 }
 SOURCE = """
 # residual networks and their shortcuts
+StochasticDepthInEval(x=(3, 5)) layers finds a.weight
+    h = self.a(x)
+    if self.training and torch.rand(()) < 0.5:
+        return self.c(h)
+    return self.c(h + F.dropout(torch.relu(self.b(h)), 0.5, self.training))
 option_a(x=(2, 3, 4, 4)) finds stem.weight one.weight
     stem=nn.Conv2d(3, 4, 1), one=nn.Conv2d(4, 8, 3, 2, 1), two=nn.Conv2d(8, 8, 3, 1, 1), n1=nn.BatchNorm2d(8),
     n2=nn.BatchNorm2d(8), head=(8, 3)
@@ -86,6 +91,9 @@ FourBranches(x=(3, 5)) finds a.weight
     return self.e(sum(parts) / len(parts))
 
 # convolutional blocks
+PixelUnshuffle(x=(2, 3, 4, 4)) finds a.weight
+    a=nn.Conv2d(3, 4, 1), b=nn.Conv2d(16, 2, 1)
+    return self.b(F.pixel_unshuffle(F.relu(self.a(x)), 2))
 GroupedThenChunk(x=(2, 4, 4, 4))
     a=nn.Conv2d(4, 8, 1), b=nn.Conv2d(8, 8, 1, groups=2), head=nn.Conv2d(4, 2, 1)
     p, q = self.b(F.relu(self.a(x))).chunk(2, 1)
@@ -207,6 +215,10 @@ SlotAttention(x=(2, 4, 5)) finds slots_mu k.weight v.weight # Slots that are poo
     return self.o(slots.amax(1))
 
 # shared, tied and generated weights
+Bayesian(x=(3, 5)) # Weights by their mean and the logarithm of their deviation, at the mean in evaluation.
+    mu=[6, 5], rho=[6, 5], out=(6, 2)
+    w = self.mu + F.softplus(self.rho) * torch.randn_like(self.rho)
+    return self.out(torch.relu(F.linear(x, w)))
 Siamese(x=(3, 5), y=(3, 5)) layers finds a.weight b.weight
     u, v = (torch.relu(self.b(torch.relu(self.a(z)))) for z in (x, y))
     return self.c((u - v).abs())
@@ -256,6 +268,9 @@ DiagonalStateSpace(u=(2, 8))
     return torch.fft.irfft(f, 16)[:, :8]
 
 # products of units
+bilinear_head(x=(3, 5))
+    a=(5, 4), b=(5, 6), pair=nn.Bilinear(4, 6, 3)
+    return self.pair(torch.relu(self.a(x)), torch.tanh(self.b(x)))
 BilinearPooling(x=(2, 3, 4, 4))
     a=nn.Conv2d(3, 4, 1), b=(16, 2)
     h = F.relu(self.a(x)).flatten(2)
@@ -282,6 +297,13 @@ CapsuleRouting(x=(2, 3, 5))
     return v.norm(dim=-1)
 
 # indices, sorting, gathering
+DenseAdjacency(x=(5, 5)) layers finds a.weight
+    adjacency=(torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.5).float()
+    d = self.adjacency.sum(1).clamp(min=1).rsqrt()
+    return self.c(torch.relu((d[:, None] * self.adjacency * d) @ self.a(x)))
+SparseAdjacency(x=(4, 5)) layers finds a.weight
+    adjacency=[torch.tensor([[0.0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 1, 0], [0, 3, 0, 0]]).to_sparse()]
+    return self.c(torch.relu(torch.sparse.mm(self.adjacency[0], self.a(x))))
 CodebookHidden(x=(3, 5)) finds codes.weight a.weight # as before, but nobody sees the indices: the codes are interchangeable too
     a=(5, 4), b=(4, 3), codes=nn.Embedding(6, 4)
     z = torch.relu(self.a(x))
@@ -343,6 +365,11 @@ LinearRecurrence(x=(2, 6, 5)) # A gated linear recurrence, computed with cumulat
     return self.out(h)
 
 # in-place writes, constants, dead code
+WrittenThroughUnbind(x=(3, 5)) layers
+    h = self.a(x).view(-1, 2, 4).clone()
+    first, second = h.unbind(1)
+    first.add_(second)
+    return self.c(h.flatten(1))
 FilledBuffer(x=(3, 5)) layers
     out = torch.empty(x.shape[0], 8)
     out[:, :4] = torch.relu(self.a(x))[:, :4]

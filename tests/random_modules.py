@@ -609,7 +609,7 @@ class Builder:
             return ""
 
 
-WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (3, None), (5, None), (2, 0.7), (4, 0.3))
+WAYS: tuple[tuple[int, float | None], ...] = ((2, None), (1, None), (5, None), (4, 0.3))
 """Values of ``n`` and ``m`` in :func:`beyond_module`, first those that are left out."""
 EVERYWHERE, ELSEWHERE = Operator.table(OPERATORS), Operator.table(BEYOND)
 NAMED = {operator.name: operator for operator in EVERYWHERE}

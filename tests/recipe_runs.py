@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import pickle
@@ -82,6 +83,7 @@ def commands_of(recipe: Path) -> dict[str, Typed]:
     return found
 
 
+@functools.cache
 def typed_commands() -> list[Typed]:
     """Of every recipe its commands, in order; and every other YAML file."""
     found = [row for table in sorted(RECIPES.rglob("table.yaml")) for row in commands_of(table.parent).values()]

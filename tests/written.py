@@ -83,7 +83,13 @@ def made_of(expressions: list[str], space: dict[str, Any]) -> Callable[[], Any]:
     def made() -> Any:
         first, *more = (eval(expression, space) for expression in expressions)
         for found in more:
-            first |= {k: nn.Parameter(torch.randn(v)) if isinstance(v, list) else v for k, v in found.items()}
+            first |= {name: parameter(part) for name, part in found.items()}
         return first
 
     return made
+
+
+def parameter(part: Any) -> Any:
+    """A parameter for the numbers of its shape, else the part as it is."""
+    is_shape = isinstance(part, list) and all(isinstance(size, int) for size in part)
+    return nn.Parameter(torch.randn(part)) if is_shape else part

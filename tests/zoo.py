@@ -19,6 +19,11 @@ _GRAPHS: dict[str, tuple[nn.Module, tus.SymmetryGraph]] = {}
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
+def some_cases(test: Any) -> Any:
+    """One case in three, where test_laws.py has all: the others are slow."""
+    return pytest.mark.sampled(3)(every_case(test))
+
+
 def discovered(case: Case) -> tuple[nn.Module, tus.SymmetryGraph]:
     if case.name not in _GRAPHS:
         torch.manual_seed(0)

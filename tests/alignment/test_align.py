@@ -10,7 +10,7 @@ import torch
 from cases import CASES, Case
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
-from zoo import discovered, every_case, planted, tied_resnet
+from zoo import discovered, planted, some_cases, tied_resnet
 
 import tu_symmetry as tus
 from tu_symmetry.alignment.barrier import interpolate, mean_loss
@@ -18,7 +18,7 @@ from tu_symmetry.alignment.matching import inner_product, weight_distance
 from tu_symmetry.symmetry.running.weights import random_state
 
 
-@every_case
+@some_cases
 def test_planted_permutations_are_found_in_every_architecture(case: Case) -> None:
     graph, reference, state = planted(case, 11)
     found = tus.weight_matching(graph, reference, state)
@@ -29,7 +29,7 @@ def test_planted_permutations_are_found_in_every_architecture(case: Case) -> Non
     assert found.distance_after == pytest.approx(weight_distance(graph, reference, moved), abs=1e-12)
 
 
-@every_case
+@some_cases
 def test_descent_never_loses(case: Case) -> None:
     """From the identity, and from the planted solution, where it has to stay."""
     graph, reference, state = planted(case, 12, noise=0.3)

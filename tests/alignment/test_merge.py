@@ -14,7 +14,7 @@ from cases import Case
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import discovered, every_case, planted
+from zoo import discovered, planted, some_cases
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import average, correct, measure
@@ -61,7 +61,7 @@ def trained(count: int, norm: bool = False) -> tuple[nn.Sequential, tus.Symmetry
     return model, tus.discover_symmetries(model, data()[0][0][:2]), states
 
 
-@every_case
+@some_cases
 def test_permuted_copies_merge_into_the_same_function(case: Case) -> None:
     """Whatever the weights: all aligned members are one network."""
     model, graph = discovered(case)
@@ -74,7 +74,7 @@ def test_permuted_copies_merge_into_the_same_function(case: Case) -> None:
     assert found.transpositions[0] == 0
 
 
-@every_case
+@some_cases
 def test_a_weight_of_one_gives_the_aligned_member_itself(case: Case) -> None:
     graph, first, second = planted(case, 3, noise=0.3)
     model, _ = discovered(case)

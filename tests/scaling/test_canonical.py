@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from torch import Tensor, nn
-from zoo import Net, assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
+from zoo import Net, assert_equal_states, named, outputs, relative, scale_only, small, some_cases, weights
 
 import tu_symmetry as tus
 from tu_symmetry.scaling.masses import MassTables
@@ -26,7 +26,7 @@ def change(case: Case, model: nn.Module, state: dict[str, Tensor], other: dict[s
     return relative(*(outputs(model, s, case.inputs()) for s in (state, other)))
 
 
-@every_case
+@some_cases
 def test_minimal_mass_keeps_the_function_and_is_constant_on_orbits(case: Case) -> None:
     model, graph, state = weights(case)
     form = tus.canonicalize(graph, state)
@@ -41,7 +41,7 @@ def test_minimal_mass_keeps_the_function_and_is_constant_on_orbits(case: Case) -
     assert tus.representation_cost(graph, state) == pytest.approx(form.mass_after, rel=1e-12)
 
 
-@every_case
+@some_cases
 def test_canonical_scale_commutes_with_permutations(case: Case) -> None:
     _, graph, state = weights(case)
     p = tus.random_permutation(graph, generator=torch.Generator().manual_seed(5))
@@ -52,7 +52,7 @@ def test_canonical_scale_commutes_with_permutations(case: Case) -> None:
         assert_equal_states(one, other)
 
 
-@every_case
+@some_cases
 def test_unit_norm_keeps_the_function_and_is_constant_on_orbits(case: Case) -> None:
     model, graph, state = weights(case)
     form = tus.canonicalize(graph, state, method="unit_norm")
@@ -103,7 +103,7 @@ def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case,
             torch.testing.assert_close(total, torch.full_like(total, filters_of(graph, group)))
 
 
-@every_case
+@some_cases
 def test_gradient_and_curvature_match_autograd(case: Case) -> None:
     _, graph, state = weights(case)
     tables = MassTables(graph, state, normalizations=True)

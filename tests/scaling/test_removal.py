@@ -8,14 +8,14 @@ import pytest
 import torch
 from cases import Case
 from torch import nn
-from zoo import assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
+from zoo import assert_equal_states, named, outputs, relative, scale_only, small, some_cases, weights
 
 import tu_symmetry as tus
 from tu_symmetry.scaling.removal import incoming_member, unit_rows
 from tu_symmetry.symmetry.running.weights import random_state
 
 
-@every_case
+@some_cases
 def test_networks_that_differ_by_a_symmetry_become_equal(case: Case) -> None:
     """Permutations, scales and normalizations at once."""
     model, graph, state = weights(case)

@@ -11,7 +11,7 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import Net, discovered, every_case, named, outputs, relative, small, weights
+from zoo import Net, discovered, every_case, named, outputs, relative, small, some_cases, weights
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry import action
@@ -96,7 +96,7 @@ def test_scaling_can_be_differentiated() -> None:
     torch.testing.assert_close(gradient, torch.full((2, 5), math.exp(-0.5), dtype=torch.float64))
 
 
-@every_case
+@some_cases
 def test_discovery_leaves_the_model_alone(case: Case) -> None:
     torch.manual_seed(0)
     model = case.build().double().train()
