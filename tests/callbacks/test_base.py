@@ -1,20 +1,30 @@
-"""What the callbacks share: finding the network whatever it is called, notices once."""
+"""What callbacks and routines share: finding the network whatever it is called, notices once, mistakes in one line."""
 
 from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
-from trainings import loader, mlp, trainer
+from trainings import Routine, loader, mlp, mlp_graph, routine, trainer
 
-from tu_symmetry.callbacks import FitLaplace, PosteriorSnapshots, Rebasin, ScaleCanonicalization
+import tu_symmetry as tus
+from tu_symmetry.callbacks import (
+    FitLaplace,
+    LastCheckpoint,
+    PosteriorDraws,
+    PosteriorSnapshots,
+    Rebasin,
+    ScaleCanonicalization,
+    TrueTemperature,
+)
 from tu_symmetry.symmetry.certificate import UncertifiedWarning
-from tu_symmetry.symmetry.discovery import discover_symmetries
 
 
 class Plain(LightningModule):
@@ -55,27 +65,31 @@ def fit(module: LightningModule, *callbacks: Callback) -> None:
     trainer(*callbacks, max_epochs=2).fit(module.double(), loader(n=24, shuffle=False))
 
 
-@pytest.mark.parametrize("make", [lambda: Plain(net=mlp()), lambda: Plain(model=mlp(), extra=nn.Linear(3, 3)), Bare])
-def test_the_network_is_found_whatever_it_is_called(make: Any) -> None:
-    scale = ScaleCanonicalization(every_n_epochs=1, in_place=True)
+def two() -> Plain:
+    return Plain(encoder=mlp(), head=nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "members"),
+    [
+        (lambda: Plain(net=mlp()), None),
+        (lambda: Plain(model=mlp(), extra=nn.Linear(3, 3)), None),
+        (Bare, None),
+        (two, "encoder"),
+        (two, lambda module: module),
+    ],
+)
+def test_the_network_is_found_whatever_it_is_called(make: Any, members: Any) -> None:
+    scale = ScaleCanonicalization(members, every_n_epochs=1, in_place=True)
     fit(make(), scale)
     assert len(scale.history) == 2
 
 
-def test_several_submodules_are_listed_and_the_hints_work(tmp_path: Any) -> None:
-    def make() -> Plain:
-        return Plain(encoder=mlp(), head=nn.Linear(3, 3))
-
-    callbacks = [ScaleCanonicalization(), PosteriorSnapshots(tmp_path / "samples", every_n_epochs=1)]
-    for callback in callbacks:
-        with pytest.raises(ValueError, match=r"'encoder' \(Sequential\), 'head' \(Linear\).*members='encoder'"):
-            fit(make(), callback)
-    with pytest.raises(ValueError, match=r"'encoder' \(Sequential\), 'head' \(Linear\).*network='encoder'"):
-        fit(make(), FitLaplace())
-    for members in ("encoder", lambda module: module):
-        scale = ScaleCanonicalization(members, in_place=True)
-        fit(make(), scale)
-        assert len(scale.history) == 1
+def test_several_submodules_are_listed(tmp_path: Path) -> None:
+    snapshots = PosteriorSnapshots(tmp_path / "samples", every_n_epochs=1)
+    for callback, name in ((ScaleCanonicalization(), "members"), (snapshots, "members"), (FitLaplace(), "network")):
+        with pytest.raises(ValueError, match=rf"'encoder' \(Sequential\), 'head' \(Linear\).*{name}='encoder'"):
+            fit(two(), callback)
     with pytest.raises(ValueError, match="no weights yet"):
         ScaleCanonicalization().networks(Plain())
     mixed = Plain(encoder=mlp())
@@ -85,9 +99,7 @@ def test_several_submodules_are_listed_and_the_hints_work(tmp_path: Any) -> None
 
 
 def test_notices_are_said_once_in_a_run() -> None:
-    graph = discover_symmetries(mlp(), torch.randn(2, 5))
-    graph.require_verified()
-    without_probe = pickle.loads(pickle.dumps(graph))
+    without_probe = pickle.loads(pickle.dumps(mlp_graph()))
     scale = ScaleCanonicalization("net", graph=without_probe, in_place=True, every_n_steps=1)
     rebasin = Rebasin(lambda module: [module.net, module.other], graph=without_probe, every_n_steps=1)
     with warnings.catch_warnings(record=True) as caught:
@@ -98,3 +110,33 @@ def test_notices_are_said_once_in_a_run() -> None:
     said = [str(w.message).split(":")[0] for w in caught if issubclass(w.category, UncertifiedWarning)]
     assert sorted(said) == ["Rebasin is not certified", "ScaleCanonicalization is not certified"]
     assert len(scale.history) == 6
+
+
+TEXTS: list[tuple[str, Callable[[], Any]]] = [
+    ("num_samples", lambda: PosteriorDraws("5")),  # type: ignore[arg-type]
+    ("every_n_epochs", lambda: PosteriorSnapshots("x", every_n_epochs="2")),  # type: ignore[arg-type]
+    ("at_epochs", lambda: PosteriorSnapshots("x", at_epochs=["1", "2"])),  # type: ignore[list-item]
+    ("every_n_steps", lambda: ScaleCanonicalization(every_n_steps="2")),
+    ("every_seconds", lambda: LastCheckpoint(every_seconds="3")),  # type: ignore[arg-type]
+    ("prior_precision", lambda: TrueTemperature("1")),  # type: ignore[arg-type]
+    ("num_samples", lambda: tus.callbacks.FitCompactPosterior("x", q_r="r", q_d="d", num_samples="3")),  # type: ignore[arg-type]
+    ("standard_errors", lambda: FitLaplace(standard_errors="2")),  # type: ignore[arg-type]
+    ("burn_in", lambda: tus.routines.HMCRoutine(nn.Linear(2, 2), burn_in="2")),  # type: ignore[arg-type]
+    ("num_members", lambda: tus.routines.MembersRoutine(nn.Linear(2, 2), "2")),  # type: ignore[arg-type]
+    ("prior_precision", lambda: tus.routines.VariationalRoutine(nn.Linear(2, 2), "1")),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("name", "make"), TEXTS)
+def test_a_number_in_quotes_is_named(name: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} must be a .*number, got '\d' \(str\): write it without quotes$"):
+        make()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_run_cannot_be_is_said_before_there_is_something_to_lose(tmp_path: Path) -> None:
+    half = Routine(mlp())
+    with pytest.raises(TypeError, match=r"precision='bf16-true' makes .*: train with 'bf16-mixed' or '32-true'"):
+        trainer(FitLaplace(), folder=tmp_path, max_epochs=1, precision="bf16-true").fit(half, loader())
+    with pytest.raises(ValueError, match="this one has no batch"):
+        trainer(PosteriorDraws(2), folder=tmp_path, max_epochs=1, limit_train_batches=0).fit(routine(), loader())

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import Killed, digits_network, trainer
+from trainings import Killed, digits_network, epochs, trainer
 
 from tu_symmetry.callbacks import LastCheckpoint
 from tu_symmetry.datamodules import DigitsDataModule
@@ -20,6 +20,7 @@ from tu_symmetry.tables.logs import logged_curve
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = 4  # of an epoch
+KINDS = ["members", "vi", "hmc", "dropout"]
 
 
 class Record(Callback):
@@ -111,11 +112,9 @@ PLACES = [pytest.param(SOME, id="some"), pytest.param(ALL, id="all", marks=pytes
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(
-    ("kind", "precision"), [("members", "64-true"), ("vi", "64-true"), ("hmc", "64-true"), ("dropout", "32-true")]
-)
-def test_killed_anywhere(tmp_path: Path, kind: str, precision: Any, places: tuple[int, ...]) -> None:
-    record = Record()
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_anywhere(tmp_path: Path, kind: str, places: tuple[int, ...]) -> None:
+    record, precision = Record(), "32-true" if kind == "dropout" else "64-true"
     whole, _ = fit(tmp_path / "whole", kind, record, LastCheckpoint(), precision=precision)
     for at in [at for at in places if at < len(record.batches)]:
         folder = tmp_path / str(at)
@@ -130,7 +129,7 @@ def test_killed_anywhere(tmp_path: Path, kind: str, precision: Any, places: tupl
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("kind", ["members", "vi", "hmc", "dropout"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_cut_by_time_anywhere(tmp_path: Path, kind: str, places: tuple[int, ...]) -> None:
     """Lightning ends the epoch that it cuts; what is left of it is trained all the same when the run is resumed."""
     record = Record()
@@ -154,22 +153,20 @@ def test_ended_by_steps_and_continued(tmp_path: Path, kind: str) -> None:
         assert before.batches + after.batches == record.batches
 
 
-def test_a_loader_that_does_not_keep_its_place_is_saved_after_epochs(tmp_path: Path) -> None:
+class Ordinary(DigitsDataModule):
     """Shuffled by the global random state, as TorchUncertainty's loaders are."""
 
-    class Ordinary(DigitsDataModule):
-        def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(TensorDataset(self.train.x, self.train.y), batch_size=40, shuffle=True)
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.train.x, self.train.y), batch_size=40, shuffle=True)
 
+
+def test_a_loader_that_does_not_keep_its_place_is_saved_after_epochs(tmp_path: Path) -> None:
     def run(folder: Path, *callbacks: Callback, resume: bool = False) -> Any:
         torch.manual_seed(100 + resume)
-        routine = Dropping()
-        trainer(*callbacks, folder=folder, max_epochs=3).fit(
-            routine, datamodule=Ordinary(train_size=150), ckpt_path="last" if resume else None
-        )
-        return routine
+        module, data = Dropping(), Ordinary(train_size=150)
+        epochs(folder, 3, *callbacks).fit(module, datamodule=data, ckpt_path="last" if resume else None)
+        return module
 
-    torch.manual_seed(100)
     record = Record()
     whole = run(tmp_path / "whole", record, LastCheckpoint())
     for at in (5, 8):

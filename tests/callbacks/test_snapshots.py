@@ -61,7 +61,7 @@ def test_named_epochs(tmp_path: Path) -> None:
     assert written(tmp_path / "t") == [(0, 4)]
     run(network(), PosteriorSnapshots(tmp_path / "t", at_epochs=[1, 2, 3]), ckpt=tmp_path / "epoch=0.ckpt")
     assert written(tmp_path / "t") == [(0, 4), (0, 8), (0, 12)]
-    with pytest.raises(ValueError, match="at least 1, got 0"):
+    with pytest.raises(ValueError, match="at least 1"):
         PosteriorSnapshots(tmp_path, at_epochs=[0, 1])
     with pytest.raises(ValueError, match="nothing to wait for"):
         PosteriorSnapshots(tmp_path, at_epochs=[1], burn_in=2)

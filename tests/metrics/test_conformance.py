@@ -32,7 +32,6 @@ from tu_symmetry.metrics.functional import (
     pairwise_mutual_information,
     predictive_agreement,
     predictive_total_variation,
-    removal,
     representation_costs,
 )
 
@@ -85,7 +84,6 @@ def cases() -> dict[str, Case]:
     alone = [{"states": batch["states"]} for batch in sets]
     elements = [{"permutation": {"a": torch.tensor(p)}} for p in ([1, 0, 2], [1, 2, 0], [0, 1, 2])]
     mmd, homogeneity = metrics.MaximumMeanDiscrepancy, metrics.MarginalHomogeneity
-    aligned = removal("min_mass", align_to={name: t[0] for name, t in networks(1, 90).items()})
     return {
         "PredictiveAgreement": Case(metrics.PredictiveAgreement, pairs),
         "PredictiveTotalVariation": Case(metrics.PredictiveTotalVariation, pairs),
@@ -93,10 +91,7 @@ def cases() -> dict[str, Case]:
         "PairwiseMutualInformation": Case(lambda: metrics.PairwiseMutualInformation(3), members),
         "RepresentationCost": Case(lambda: metrics.RepresentationCost(graph()), alone),
         "MaximumMeanDiscrepancy": Case(mmd, sets),
-        "MaximumMeanDiscrepancy network": Case(lambda: mmd(level="network"), sets),
-        "MaximumMeanDiscrepancy graph": Case(lambda: mmd(graph=graph(), level="network"), sets),
-        "MaximumMeanDiscrepancy aligned": Case(lambda: mmd(graph=graph(), removed=aligned), sets),
-        "MaximumMeanDiscrepancy layers": Case(lambda: mmd(level="layer"), sets),
+        "MaximumMeanDiscrepancy graph": Case(lambda: mmd(graph()), sets),
         "MarginalHomogeneity": Case(lambda: homogeneity(graph(), num_resamples=39), alone),
     }
 
@@ -146,7 +141,7 @@ def test_values_are_those_of_the_functions() -> None:
         "PairwiseMutualInformation": information.sum() / 6,
         "RepresentationCost": {n: getattr(costs, n).mean() for n in ("mass", "minimal_mass", "ratio")},
         "MaximumMeanDiscrepancy": network_discrepancy(*sets),
-        "MaximumMeanDiscrepancy graph": network_discrepancy(*sets, graph=graph(), level="network"),
+        "MaximumMeanDiscrepancy graph": network_discrepancy(*sets, graph=graph()),
         "TranspositionCount": torch.tensor((1 + 2 + 0) / 3),
     }
     for name, value in expected.items():

@@ -261,9 +261,7 @@ def test_equal_sizes_and_what_was_aggregated() -> None:
     assert plain.sizes == (6, 15) and plain.removed == "nothing"
     assert plain.aggregation.startswith("mean over 2 tensors of the mean over 20 kernels (laplace, gaussian")
     assert vectors_test(x, y, sizes="equal").sizes == (6, 6)
-    for level in ("tensor", "layer", "network"):
-        found = discrepancy_test(x, y, level=level).value  # type: ignore[arg-type]
-        assert found == pytest.approx(float(network_discrepancy(x, y, level=level)), abs=1e-12)  # type: ignore[arg-type]
+    assert plain.value == pytest.approx(float(network_discrepancy(x, y)), abs=1e-12)
 
 
 # --- other distances of two sets
@@ -367,7 +365,6 @@ REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("diverged", lambda: discrepancy_test({"w": X * torch.nan}, {"w": X})),
     ("two architectures", lambda: discrepancy_test({"v": X}, {"w": X})),
     ("features", lambda: discrepancy_test({"w": X[:, :2]}, {"w": X})),
-    ("level must be", lambda: network_discrepancy({"w": X}, {"w": X}, level="block")),  # type: ignore[arg-type]
     ("sizes must be", lambda: vectors_test({"w": X}, {"w": X}, sizes="same")),
     ("groups has the shape", lambda: vectors_test({"w": X}, {"w": X}, groups=(torch.zeros(4), None))),
     ("at least 2 samples", lambda: marginal_homogeneity(normal(1, 4, 2))),

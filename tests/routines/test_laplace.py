@@ -111,13 +111,10 @@ def test_post_processing_metrics_equal_a_hand_computation(evaluate_at: str, prio
 
 def test_returns_log_probabilities_that_a_softmax_leaves() -> None:
     data = DataModule()
-    la = by_hand(net(), data, evaluate_at="map")
+    la, x = by_hand(net(), data, evaluate_at="map"), data.test_set.tensors[0]
     for link_approx in ("mc", "probit"):
-        processing = LaplacePostProcessing(la, link_approx=link_approx)  # type: ignore[arg-type]
-        x = data.test_set.tensors[0]
-        torch.testing.assert_close(
-            processing(x).softmax(-1), la.predictive(x, link_approx=link_approx), rtol=1e-5, atol=1e-7
-        )
+        found = LaplacePostProcessing(la, link_approx=link_approx)(x).softmax(-1)  # type: ignore[arg-type]
+        torch.testing.assert_close(found, la.predictive(x, link_approx=link_approx), rtol=1e-5, atol=1e-7)
 
 
 def test_checkpoints_hold_the_weights_once() -> None:
@@ -133,44 +130,30 @@ def test_checkpoints_hold_the_weights_once() -> None:
     assert {k.replace("model.core_model", "model") for k in wrapped.state_dict()} == plain.state_dict().keys()
 
 
-def test_held_out_data_are_never_fitted() -> None:
+def test_what_cannot_predict_is_refused() -> None:
+    """TorchUncertainty's LaplaceApprox takes held-out data, and predicts with a copy of the network from before."""
+    data, model, x = DataModule(), net(), torch.randn(2, 4)
     processing = LaplacePostProcessing()
-    routine = classify(net(), post_processing=processing)
+    routine = classify(model, post_processing=processing)
     with pytest.raises(RuntimeError, match="held out, and no evidence"):
-        trainer().test(routine, DataModule(), verbose=False)
+        trainer().test(routine, data, verbose=False)
     with pytest.raises(RuntimeError, match="FitLaplace"):
-        processing(torch.randn(2, 4))
-
-
-def test_a_data_module_without_postprocess_dataloader_is_named() -> None:
-    """TorchUncertainty's routine would fail with "'NoneType' object has no attribute 'postprocess_dataloader'"."""
-    routine = classify(net(), post_processing=LaplacePostProcessing())
-    data = DataModule()
+        processing(x)
     with pytest.raises(ValueError, match="asks the data module for postprocess_dataloader"):
         trainer(FitLaplace(data.train_set, evaluate_at="map")).test(routine, data.test_dataloader(), verbose=False)
-
-
-def test_a_copy_of_the_network_is_refused() -> None:
-    """TorchUncertainty's LaplaceApprox copies the network when the routine is built, and predicts with that copy."""
-    data, copy = DataModule(), net()
-    la = by_hand(copy, data, evaluate_at="map")
+    la = by_hand(net(), data, evaluate_at="map")
     with pytest.raises(ValueError, match="perhaps of a copy"):
-        classify(net(), post_processing=LaplacePostProcessing(la))
+        classify(model, post_processing=LaplacePostProcessing(la))
     with pytest.raises(ValueError, match="perhaps of a copy"):
-        LaplaceEnsemble(net(), laplace=la)
-    regression = by_hand(net(1), DataModule("regression"), likelihood="regression", evaluate_at="map")
+        LaplaceEnsemble(model, laplace=la)
     with pytest.raises(ValueError, match="of a regression"):
-        LaplacePostProcessing(regression)
-
-
-def test_further_training_is_noticed() -> None:
-    data, model = DataModule(), net()
-    processing = LaplacePostProcessing(by_hand(model, data, evaluate_at="map"))
-    processing(torch.randn(2, 4))
+        LaplacePostProcessing(by_hand(net(1), DataModule("regression"), likelihood="regression", evaluate_at="map"))
+    processing = LaplacePostProcessing(la)
+    processing(x)
     with torch.no_grad():
-        model[0].weight.mul_(1.5)
+        la.model[0].weight.mul_(1.5)  # type: ignore[index, union-attr, operator]
     with pytest.raises(RuntimeError, match="weights have changed"):
-        processing(torch.randn(2, 4))
+        processing(x)
 
 
 def test_ensemble_of_functions() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from tu_symmetry.callbacks.members import shards_weights
 from tu_symmetry.files import clear_scratch, replacing
 from tu_symmetry.posterior.network import require_numbers
+from tu_symmetry.routines.runs import is_over
 
 _RANDOM = "global_random_states"
 _METRICS = "callback_metrics"
@@ -32,10 +33,9 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt``: at most ``every_seconds`` old, and written when training ends or is cut.
 
     ``--ckpt_path last`` resumes from it, and the run then gives the numbers of one that was not interrupted, bit for
-    bit where the device's kernels are deterministic. What Lightning's ``ModelCheckpoint(save_last=True)`` lacks for
-    that: an epoch that ``max_time`` or ``max_steps`` cuts is saved before its end hooks, a whole one after all of them;
-    manual optimization is saved by time, too; global random states (in runs of one process), counts of an optimizer
-    outside of its ``state_dict`` and what was logged before the cut are kept; the file is there whole or not at all;
+    bit where the device's kernels are deterministic. Unlike Lightning's ``ModelCheckpoint(save_last=True)`` it saves an
+    epoch that ``max_time`` or ``max_steps`` cuts before its end hooks, a whole one after all of them; it keeps global
+    random states (in runs of one process), counts of an optimizer outside of its ``state_dict`` and what was logged;
     and weights in double precision are not rounded on their way back.
 
     In the middle of an epoch a checkpoint is written only where the training loader keeps its place (``state_dict``
@@ -99,9 +99,8 @@ class LastCheckpoint(ModelCheckpoint):
         keeps = keeps_its_place(trainer)
         if not trainer.is_last_batch and keeps:
             return
-        epochs, steps = trainer.max_epochs or -1, trainer.max_steps
-        ends = trainer.should_stop or 0 <= epochs <= trainer.current_epoch + 1 or 0 <= steps <= trainer.global_step
-        if ends or steps == -1 or trainer.num_training_batches == 1 or not keeps:
+        ends = trainer.should_stop or is_over(trainer, trainer.current_epoch + 1, trainer.global_step)
+        if ends or trainer.max_steps == -1 or trainer.num_training_batches == 1 or not keeps:
             self.consider(trainer, ends=ends)
 
     def consider(self, trainer: Trainer, *, ends: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -81,7 +81,9 @@ class FitCompactPosterior(Callback):
         example = tuple(as_input(x, dtype) for x in example_from(next(iter(loader))))
         graph = discover_symmetries(copied.cpu(), example)
         q_d = CompactPosterior.from_states(states, graph, align=False)
-        data = {"model": copied.to(pl_module.device), "dataloader": loader} if self.match_on == "activations" else {}
+        data: dict[str, Any] = {}
+        if self.match_on == "activations":
+            data = {"model": copied.to(pl_module.device), "dataloader": loader}
         q_r = CompactPosterior.from_states(states, graph, match_on=self.match_on, **data)
         q_d.save(self.q_d)
         q_r.save(self.q_r)

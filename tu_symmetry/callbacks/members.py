@@ -33,15 +33,11 @@ def resolve_modules(source: ModuleSource, pl_module: LightningModule, *, argumen
                 f"{argument}={source!r} leads nowhere in {type(pl_module).__name__} ({error}); "
                 f"its submodules are {children}"
             ) from error
-    if isinstance(found, nn.Module) and not isinstance(found, nn.ModuleList):
-        return [uncompiled(found)]
-    modules = list(found) if isinstance(found, Iterable) else [found]
+    single = not isinstance(found, Iterable) or (isinstance(found, nn.Module) and not isinstance(found, nn.ModuleList))
+    modules = [found] if single else list(found)
     if not modules or not all(isinstance(m, nn.Module) for m in modules):
-        raise TypeError(
-            f"{argument}={source!r} must find a module or a non-empty sequence of modules in "
-            f"{type(pl_module).__name__}, it found {type(found).__name__} with "
-            f"{[type(m).__name__ for m in modules]}"
-        )
+        kinds = [type(m).__name__ for m in modules]
+        raise TypeError(f"{argument}={source!r} must find modules in {type(pl_module).__name__}, it found {kinds}")
     return [uncompiled(m) for m in modules]
 
 
@@ -126,15 +122,13 @@ def on_training_device(trainer: Trainer, pl_module: LightningModule) -> Iterator
 
 def check_same_architecture(members: list[nn.Module]) -> None:
     """Raise a ValueError that names the first difference unless all members have one architecture."""
-    reference = _signature(members[0])
-    for i, member in enumerate(members[1:], start=1):
-        signature = _signature(member)
-        for name in dict.fromkeys([*reference, *signature]):
-            if reference.get(name) != signature.get(name):
-                raise ValueError(
-                    f"members 0 and {i} have different architectures: {name!r} is {reference.get(name, 'missing')} in "
-                    f"member 0 and {signature.get(name, 'missing')} in member {i}"
-                )
+    reference, *others = map(_signature, members)
+    for i, signature in enumerate(others, start=1):
+        if odd := next((name for name in reference | signature if reference.get(name) != signature.get(name)), None):
+            raise ValueError(
+                f"members 0 and {i} have different architectures: {odd!r} is {reference.get(odd, 'missing')} in "
+                f"member 0 and {signature.get(odd, 'missing')} in member {i}"
+            )
 
 
 def _signature(module: nn.Module) -> dict[str, str]:
@@ -143,11 +137,7 @@ def _signature(module: nn.Module) -> dict[str, str]:
 
 
 def mirrored_modules(trainer: Trainer, pl_module: LightningModule, member: nn.Module) -> Iterator[nn.Module]:
-    """Running averages of ``member``'s weights, which have to follow when its hidden units are permuted.
-
-    These are the averaged models of TorchUncertainty's EMA and SWA wrappers, of SWAG (its current samples), and of
-    Lightning's weight-averaging callbacks.
-    """
+    """Running averages of ``member``'s weights: in TorchUncertainty's EMA, SWA and SWAG, in Lightning's callbacks."""
     for wrapper in pl_module.modules():
         name = _name_within(getattr(wrapper, "core_model", None), member)
         if name is None:

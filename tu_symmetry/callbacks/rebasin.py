@@ -155,8 +155,9 @@ class _Batches:
     """The trainer's validation batches as the module gets them; generators of the loader's own are left alone."""
 
     def __init__(self, trainer: Trainer) -> None:
-        loaders = trainer.val_dataloaders
-        self.trainer, self.loader = trainer, loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+        loaders: Any = trainer.val_dataloaders
+        self.trainer = trainer
+        self.loader = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
         if self.loader is None or isinstance(self.loader, (list, tuple, dict)):
             raise ValueError(
                 "Rebasin(barrier_loader='val') needs a validation loader, and the trainer has "

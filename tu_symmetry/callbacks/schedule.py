@@ -9,17 +9,17 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tu_symmetry.posterior.network import require_numbers
+from tu_symmetry.routines.runs import is_over
 
 
 class ScheduledCallback(Callback):
     """A callback that acts at an interval and at the end of the fit, always between two optimizer steps.
 
-    Steps are optimizer steps (``trainer.global_step``). The place in the schedule is part of the checkpoint: a resumed
-    run keeps the same schedule.
+    The place in the schedule is part of the checkpoint: a resumed run keeps the same schedule.
 
     Args:
         every_n_epochs: act at the end of every n-th training epoch.
-        every_n_steps: act after every n-th optimizer step.
+        every_n_steps: act after every n-th optimizer step (``trainer.global_step``).
         at_epochs: act after these epochs instead, counted from 1. An epoch that a limit of time or steps cuts does not
             count; resumed, it does when it is whole.
         at_end: act once more when training ends, unless the last step has been acted on already.
@@ -43,18 +43,15 @@ class ScheduledCallback(Callback):
         for epoch in at_epochs:
             require_numbers(at_epochs=epoch)
         name = type(self).__name__
-        schedules = [s for s in (every_n_epochs, every_n_steps, at_epochs or None) if s is not None]
-        if len(schedules) > 1 or (at_epochs and start):
+        intervals = [n for n in (every_n_epochs, every_n_steps) if n is not None]
+        if len(intervals) + bool(at_epochs) > 1 or (at_epochs and start):
             raise ValueError(
                 f"{name} takes one of every_n_epochs, every_n_steps and at_epochs, which has nothing to wait for"
             )
-        least = min((*at_epochs, *(n for n in (every_n_epochs, every_n_steps) if n is not None)), default=1)
-        if least < 1 or start < 0:
-            raise ValueError(f"{name}: intervals and epochs are at least 1, got {least}; and start {start} at least 0")
-        if not schedules and not at_end:
-            raise ValueError(
-                f"{name} would never act: give every_n_epochs, every_n_steps or at_epochs, or leave at_end=True"
-            )
+        if min((*at_epochs, *intervals), default=1) < 1 or start < 0:
+            raise ValueError(f"{name}: intervals and epochs are at least 1, and a start at least 0")
+        if not intervals and not at_epochs and not at_end:
+            raise ValueError(f"{name} would never act: give every_n_epochs, every_n_steps, at_epochs or at_end=True")
         self.at_epochs = tuple(sorted(set(at_epochs)))
         self.every_n_epochs, self.every_n_steps = every_n_epochs, every_n_steps
         self.at_end, self.start = at_end, start
@@ -86,9 +83,10 @@ class ScheduledCallback(Callback):
 
         The end is acted on here, where it is foreseen, so that a checkpoint written at the end of the epoch has it.
         """
-        due = self.every_n_epochs is not None and self._due(trainer.current_epoch + 1, self.every_n_epochs)
-        due = due or (trainer.current_epoch + 1 in self.at_epochs and trainer.is_last_batch)
-        if due or (self.at_end and _is_last_epoch(trainer)):
+        epoch = trainer.current_epoch + 1
+        due = self.every_n_epochs is not None and self._due(epoch, self.every_n_epochs)
+        due = due or (epoch in self.at_epochs and trainer.is_last_batch)
+        if due or (self.at_end and is_over(trainer, epoch, trainer.global_step)):
             self._act_once(trainer, pl_module, "epoch")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,8 +100,7 @@ class ScheduledCallback(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at the checkpoint's place in the schedule."""
-        self._intervals_done = state_dict["intervals_done"]
-        self._last_step = state_dict["last_step"]
+        self._intervals_done, self._last_step = state_dict["intervals_done"], state_dict["last_step"]
 
     def _due(self, count: int, every: int) -> bool:
         done = max(count - self.start, 0) // every
@@ -115,9 +112,3 @@ class ScheduledCallback(Callback):
         if trainer.global_step != self._last_step:
             self._last_step = trainer.global_step
             self.act(trainer, pl_module, hook=hook)
-
-
-def _is_last_epoch(trainer: Trainer) -> bool:
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    last_epoch = epochs is not None and epochs >= 0 and trainer.current_epoch + 1 >= epochs
-    return last_epoch or 0 <= steps <= trainer.global_step

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
-from tu_symmetry.metrics.functional.discrepancy import Level, maximum_mean_discrepancy, weight_vectors
+from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy, weight_vectors
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
-from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -26,9 +25,6 @@ class MaximumMeanDiscrepancy(BaseMetric):
 
     Args:
         graph: the symmetry graph; only parameters are compared then, tied ones once, and not the running statistics.
-        removed: what is removed with a graph, see :func:`~tu_symmetry.metrics.functional.removal`.
-        level: what is one vector: a ``"tensor"``, a ``"layer"`` (the tensors of one module) or the ``"network"``. The
-            value is the mean over them.
         kwargs: see :class:`torchmetrics.Metric`.
     """
 
@@ -37,17 +33,9 @@ class MaximumMeanDiscrepancy(BaseMetric):
     reference: list[Tensor]
     samples: list[Tensor]
 
-    def __init__(
-        self,
-        graph: SymmetryGraph | None = None,
-        *,
-        removed: RemovalName | Removal = "paper",
-        level: Level = "tensor",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, graph: SymmetryGraph | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        weight_vectors({}, level=level)  # refuses what is not known
-        self.graph, self.removed, self.level = graph, removal(removed), level
+        self.graph = graph
         for name in ("reference", "samples", "layout"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -70,14 +58,14 @@ class MaximumMeanDiscrepancy(BaseMetric):
         if shapes != first:
             odd = sorted(n for n in shapes.keys() | first.keys() if shapes.get(n) != first.get(n))
             raise ValueError(f"the states are of another architecture than the first ones; they differ in {odd}")
-        vectors = weight_vectors(states, graph=self.graph, removed=self.removed, level=self.level)
+        vectors = weight_vectors(states, graph=self.graph)
         if len(self.layout) == 0:
             widths = {name: v.shape[1] for name, v in vectors.items()}
             self.layout.append(written({"shapes": shapes, "widths": widths}).to(self.device))
         (self.reference if reference else self.samples).append(torch.cat(list(vectors.values()), dim=1))
 
     def compute(self) -> Tensor:
-        """The squared MMD, mean over tensors or layers; about 0 for equal distributions, and then of either sign."""
+        """The squared MMD, mean over tensors; about 0 for equal distributions, and then of either sign."""
         for name, rows in (("reference", self.reference), ("samples", self.samples)):
             if len(rows) == 0:
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")

@@ -42,7 +42,7 @@ class CompactPosterior:
     Attributes:
         mean: full state dict, names in alphabetical order.
         std: standard deviations of the weights.
-        metadata: architecture, number of networks, whether they were aligned and how, and the symmetry groups' sizes.
+        metadata: architecture, number of networks, whether they were aligned and how.
     """
 
     def __init__(
@@ -102,12 +102,8 @@ class CompactPosterior:
         if align:
             alignment = align_states(graph, list(members), **options)
             members = alignment.states
-            reference = options.get("reference", "first")
-            metadata |= {
-                "match_on": options.get("match_on", "weights"),
-                "reference": reference if isinstance(reference, str) else "given",
-                "transpositions": alignment.transpositions,
-            }
+            metadata["match_on"] = options.get("match_on", "weights")
+            metadata["transpositions"] = alignment.transpositions
             if alignment.certificates:
                 worst = max(alignment.certificates, key=lambda c: c.change)
                 metadata["certificate"] = {"change": worst.change, "allowed": worst.allowed}
@@ -120,7 +116,6 @@ class CompactPosterior:
         first = members[0]
         mean, std = _moments(members, graph)
         metadata["architecture"] = graph.architecture
-        metadata["groups"] = {g.name: list(g.shape) for g in graph.permutations}
         return cls(
             as_given(first, {n: mean[n].to(_precision(t)) if n in mean else t.clone() for n, t in first.items()}),
             {n: t.to(_precision(first[n])) for n, t in std.items()},
@@ -180,12 +175,7 @@ class CompactPosterior:
     def pruning_mask(self, keep_fraction: float) -> dict[str, Tensor]:
         """Which weights to keep when pruning by standard deviation (arXiv 2401.00611, Figure 5).
 
-        Args:
-            keep_fraction: share of all weights that is kept, those of lowest sigma; exactly ``round(keep_fraction *
-                weights)`` of them, ties going to the first.
-
-        Returns:
-            Boolean masks for every name of the state dict; True, which is to keep, for all of the buffers.
+        True for ``round(keep_fraction * weights)`` weights, those of lowest sigma (the first of equals), and buffers.
         """
         if not 0.0 <= keep_fraction <= 1.0:
             raise ValueError(f"keep_fraction is a share between 0 and 1, got {keep_fraction}")
@@ -260,11 +250,9 @@ class CompactPosterior:
 
 
 class CompactEnsemble(nn.Module):
-    """Networks of one architecture in one module, for a routine that evaluates ensembles.
+    """Networks of one architecture in one module, always in ``eval`` mode, for routines with ``is_ensemble=True``.
 
-    ``forward`` maps a batch ``[B, ...]`` to ``[n * B, C]``, all inputs of the first network first: what
-    TorchUncertainty's routines expect with ``is_ensemble=True``. The networks stay in ``eval`` mode, and are not
-    trained.
+    ``forward`` maps a batch ``[B, ...]`` to ``[n * B, C]``, all inputs of the first network first.
 
     Args:
         model: a module of the architecture; it is copied, and its own weights do not matter.

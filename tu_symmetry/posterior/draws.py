@@ -32,14 +32,8 @@ class Draws(NamedTuple):
 def network_draws(source: Any, count: int, *, inputs: Tensor | None = None, seed: int = 0) -> Draws:
     """Draw networks from a method's object: SWAG, a network with dropout or Bayesian layers, a Laplace approximation.
 
-    Args:
-        source: the object, after training.
-        count: number of states.
-        inputs: a few inputs, for dropout alone.
-        seed: seed of the draws.
-
-    Raises:
-        ValueError: an object that is none of these, or that has not been fitted.
+    ``inputs`` are a few inputs, for dropout alone. An object that is none of these, or that has not been fitted, is a
+    ValueError.
     """
     if isinstance(source, LinearizedLaplace):
         return Draws("laplace", laplace_draws(source, count, seed=seed))

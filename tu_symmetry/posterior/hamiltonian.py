@@ -26,15 +26,8 @@ class HamiltonianChain:
     """A chain over the parameters of a network, which starts at its own.
 
     The random numbers of a transition depend on ``seed`` and the transition's place in the chain only, so that a chain
-    that is restored from :meth:`state_dict` equals one that was never interrupted.
-
-    Args:
-        network: the model and its data.
-        step_size: leapfrog step; with ``adapt_step_size`` where the adaptation starts.
-        leapfrog_steps: steps of a trajectory (while the step adapts, the trajectory's length stays the same).
-        warmup: transitions in which the step adapts; they are no samples.
-        adapt_step_size: adapt the step to an acceptance of 0.8 by dual averaging.
-        seed: seed of the chain.
+    that is restored from :meth:`state_dict` equals one that was never interrupted. With ``adapt_step_size`` the step
+    adapts in the ``warmup`` to an acceptance of 0.8 by dual averaging, and a trajectory's length stays the same.
     """
 
     def __init__(
@@ -141,14 +134,10 @@ class SignedSums:
 
 
 def chain_diagnostics(series: Mapping[str, Tensor]) -> dict[str, float]:
-    """Effective sample sizes and split R-hat (Pyro's) of one chain.
+    """Effective sample sizes ``ess/name`` and split R-hat (Pyro's) ``rhat/name`` of one chain's series ``(S, ...)``.
 
-    Args:
-        series: by name, ``(S,)`` or ``(S, quantities)``; of several quantities the worst and the median are taken.
-
-    Returns:
-        For each name ``ess/name`` (and ``ess/name_median``) and ``rhat/name``; NaN for fewer than four samples or
-        quantities that never moved.
+    Of several quantities the worst is taken, and ``ess/name_median``. NaN stands for fewer than four samples, or
+    quantities that never moved.
     """
     with from_extra("sampling", purpose="a chain's diagnostics"):
         from pyro.ops.stats import split_gelman_rubin

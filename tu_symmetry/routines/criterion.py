@@ -39,5 +39,5 @@ class EpistemicCriterion(TUOODCriterion):
                 "EpistemicCriterion scores what a LaplacePostProcessing has just predicted: give the routine "
                 "post_processing=LaplacePostProcessing(), and the trainer FitLaplace (or call connect)"
             )
-        found = source.laplace.epistemic(batch, num_samples=source.num_samples, seed=source.seed)
+        found = source.laplace.epistemic(batch, num_samples=source.predictive_options["num_samples"])
         return (found / math.log(inputs.shape[-1])).clamp(0, 1)

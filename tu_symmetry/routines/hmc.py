@@ -78,10 +78,8 @@ class HMCRoutine(PredictiveRoutine):
         if stored is not None and not (0 <= stored[0] < stored[1] and 2 <= stored[2] <= stored[1] - stored[0] + 1):
             raise ValueError(f"stored is (first, last, count), at least two transitions of first..last, got {stored}")
         self.automatic_optimization = False
-        self.model = model
-        self.burn_in = burn_in
+        self.model, self.burn_in, self.prior_precision = model, burn_in, prior_precision
         self.stored = None if stored is None else {stored[0] + k for k in evenly(stored[1] - stored[0] + 1, stored[2])}
-        self.prior_precision = prior_precision
         self.kernel_options: dict[str, Any] = {
             "step_size": step_size,
             "leapfrog_steps": leapfrog_steps,
@@ -89,9 +87,8 @@ class HMCRoutine(PredictiveRoutine):
             "adapt_step_size": adapt_step_size,
             "seed": seed,
         }
-        self.chain_number = chain
+        self.chain_number, self.matmul_precision = chain, matmul_precision
         self.samples = None if samples is None else Path(samples)
-        self.matmul_precision = matmul_precision
         self._forget()
 
     def _forget(self) -> None:

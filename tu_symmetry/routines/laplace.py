@@ -6,7 +6,7 @@ it to what is here. TorchUncertainty hands post-processings validation or test d
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class LaplacePostProcessing(PostProcessing):
 
     Args:
         laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
-        num_samples, link_approx, covariance, seed: see :meth:`LinearizedLaplace.predictive`.
+        num_samples, link_approx: see :meth:`LinearizedLaplace.predictive`.
     """
 
     def __init__(
@@ -44,20 +44,12 @@ class LaplacePostProcessing(PostProcessing):
         *,
         num_samples: int = 100,
         link_approx: LinkApprox = "mc",
-        covariance: Literal["auto", "exact", "samples"] = "auto",
-        seed: int = 0,
     ) -> None:
         super().__init__()
         check_link_approx(link_approx)
-        self.num_samples, self.link_approx, self.covariance, self.seed = num_samples, link_approx, covariance, seed
+        self.predictive_options = {"num_samples": num_samples, "link_approx": link_approx}  # for the temperature too
         self.last_inputs: Tensor | None = None
         self.attach_laplace(laplace)
-
-    @property
-    def predictive_options(self) -> dict[str, Any]:
-        """What the temperature has to be chosen with, see :meth:`LinearizedLaplace.calibrate`."""
-        names = ("num_samples", "link_approx", "covariance", "seed")
-        return {name: getattr(self, name) for name in names}
 
     def set_model(self, model: nn.Module) -> None:
         """Refer to the routine's network without registering it."""
@@ -69,9 +61,7 @@ class LaplacePostProcessing(PostProcessing):
         """Predict with this approximation; it has to be of the routine's network, no copy, and of a classification."""
         if laplace is not None:
             if laplace.likelihood.name != "classification":
-                raise ValueError(
-                    f"the Laplace approximation is of a {laplace.likelihood.name}, not of a classification"
-                )
+                raise ValueError(f"this approximation is of a {laplace.likelihood.name}, not of a classification")
             if self.model is not None:
                 _require_part(laplace, self.model)
         self.laplace, self.trained = laplace, laplace is not None
@@ -119,15 +109,11 @@ class LaplaceEnsemble(nn.Module):
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
         self.core_model = core_model
         self.num_samples, self.seed = num_samples, seed
+        self.predictive_options = {"num_samples": num_samples, "covariance": "samples", "seed": seed}
         self.laplace: LinearizedLaplace | None = None
         self._awaits_fit = False
         if laplace is not None:
             self.attach_laplace(laplace)
-
-    @property
-    def predictive_options(self) -> dict[str, Any]:
-        """What the temperature has to be chosen with, see :meth:`LinearizedLaplace.calibrate`."""
-        return {"num_samples": self.num_samples, "covariance": "samples", "seed": self.seed}
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
         """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -53,17 +52,20 @@ class StackedNetworks(LightningModule):
         if not gradient_clip_val or gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        clip_members(self.members.parameters(), float(gradient_clip_val))
+        gradients = [p.grad for p in self.members.parameters() if p.grad is not None]
+        norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
+        factor = (float(gradient_clip_val) / (norm + 1e-6)).clamp(max=1)
+        for g in gradients:
+            g.mul_(factor.view(-1, *(1 for _ in g.shape[1:])))
 
 
 class MembersRoutine(StackedNetworks, PredictiveRoutine):
     """Independent networks trained at once by ``torch.func``: ensembles of 5 as well as 1,000 small references.
 
     Every member has its own initialization (by the ``reset_parameters`` of its layers) and, with
-    ``data_order: own``, its own order of the data; member ``m`` does not depend on how many members there are. Its loss
-    is ``nll / B + prior_precision / (2 N) * ||w||^2`` on batches of ``B`` out of ``N`` training points: its minimum is
-    the maximum of the posterior under the prior ``N(0, 1 / prior_precision)``. Each member comes out as if it had been
-    trained alone, BatchNorm's statistics included.
+    ``data_order: own``, its own order of the data. Its loss is ``nll / B + prior_precision / (2 N) * ||w||^2`` on
+    batches of ``B`` out of ``N`` training points: its minimum is the maximum of the posterior under the prior
+    ``N(0, 1 / prior_precision)``. Each member comes out as if trained alone, BatchNorm's statistics included.
 
     Logged: ``loss`` (mean over the members), and what :class:`~tu_symmetry.routines.predictive.PredictiveRoutine` logs.
 
@@ -103,15 +105,11 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         require_positive(num_members=num_members, chunk_size=chunk_size or 1)
         if prior_precision < 0:
             raise ValueError(f"prior_precision must not be negative, got {prior_precision}")
-        self.num_members = num_members
-        self.prior_precision = prior_precision
-        self.seed = seed
-        self.data_order = data_order
+        self.num_members, self.prior_precision, self.seed = num_members, prior_precision, seed
+        self.data_order, self.chunk_size = data_order, chunk_size
         self.samples = None if samples is None else Path(samples)
         self.initial_states = None if initial_states is None else Path(initial_states)
-        self.chunk_size = chunk_size
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.members = stacked_module([initialized(model, derived_seed(seed, 1, m)) for m in range(num_members)])
         self._points = 0
         self._started = self._resumed = False
@@ -157,9 +155,8 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         own = self.data_order == "own"
         if own and (len(x) != self.num_members or len(y) != self.num_members or y.ndim < 2):
             raise ValueError(
-                f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)} for "
-                f"{self.num_members} members: give the data module orders: {self.num_members} (those of tu_symmetry "
-                "have it), or take data_order: shared"
+                f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)}: give the "
+                f"data module orders: {self.num_members} (those of tu_symmetry have it), or take data_order: shared"
             )
 
         def one(parameters: States, buffers: States, inputs: Tensor, targets: Tensor) -> tuple[Tensor, States]:
@@ -221,15 +218,6 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
         state: States = {**dict(self.members.named_parameters()), **dict(self.members.named_buffers())}
         return vmap(one, chunk_size=self.chunk_size)(state)
-
-
-def clip_members(parameters: Iterable[nn.Parameter], largest: float) -> None:
-    """Scale the gradients of a stack ``[members, ...]`` so that no member's norm is above ``largest``, in place."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
-    factor = (largest / (norm + 1e-6)).clamp(max=1)
-    for g in gradients:
-        g.mul_(factor.view(-1, *(1 for _ in g.shape[1:])))
 
 
 def stacked_module(networks: list[nn.Module]) -> nn.Module:

@@ -17,17 +17,10 @@ from tu_symmetry.posterior.samples import SampleStore
 
 
 class StoredRun:
-    """The chains of one run in a sample store, which other runs may share.
+    """The chains of one run in a sample store, which other runs may share; ``run`` is its :func:`fingerprint_of`.
 
     Samples are written before the checkpoint that counts on them, so a run that is cut leaves more than its last
     checkpoint has. :meth:`begin` takes back what the checkpoint does not have; where there is none, all of it.
-
-    Args:
-        folder: the store, which is made with the first samples.
-        chains: numbers of the run's chains in the store.
-        run: fingerprint of what the samples depend on, see :func:`fingerprint_of`.
-        like: a state of the architecture.
-        metadata: what the store says of itself.
     """
 
     def __init__(
@@ -40,13 +33,9 @@ class StoredRun:
     def begin(self, trainer: Trainer, resumed: Mapping[str, Any] | None, *, step: int = -1) -> None:
         """Look at what is there before the first step, and take back what the checkpoint does not have.
 
-        Args:
-            trainer: the trainer that runs it.
-            resumed: what :meth:`state_dict` gave the checkpoint; None for a run that starts.
-            step: where the checkpoint stands in the store's count; later samples are taken back.
-
-        Raises:
-            FileExistsError: the chains are another run's, are done, or are not those that the checkpoint counts on.
+        ``resumed`` is what :meth:`state_dict` gave the checkpoint, None for a run that starts; samples later than its
+        ``step`` are taken back. Chains that are another run's, done, or not those that the checkpoint counts on raise
+        a FileExistsError.
         """
         if not trainer.is_global_zero:
             return

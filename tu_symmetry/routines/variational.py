@@ -68,11 +68,9 @@ class VariationalRoutine(PredictiveRoutine):
         self.model = initialized(model, derived_seed(seed, 1, 0))
         rho = math.log(math.expm1(initial_std))
         self.rho = nn.ParameterList(torch.full_like(p, rho) for p in self.model.parameters())
-        self.prior_precision = prior_precision
-        self.seed = seed
+        self.prior_precision, self.seed = prior_precision, seed
         self.posterior_file = None if posterior is None else Path(posterior)
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self._noise: torch.Generator | None = None
         self._noise_state: Tensor | None = None
         self._sums: Tensor | None = None

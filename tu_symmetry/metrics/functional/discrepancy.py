@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from tu_symmetry.states import SymmetryError, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Level = Literal["tensor", "layer", "network"]
 KERNELS = ("laplace", "gaussian")  # of the L1 and of the L2 distance
 BANDWIDTHS = 10  # of each kernel
 _BANDWIDTH_SAMPLES = 500
@@ -49,12 +47,7 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
 
 
 def network_discrepancy(
-    x: Mapping[str, Tensor],
-    y: Mapping[str, Tensor],
-    *,
-    graph: SymmetryGraph | None = None,
-    removed: RemovalName | Removal = "paper",
-    level: Level = "tensor",
+    x: Mapping[str, Tensor], y: Mapping[str, Tensor], *, graph: SymmetryGraph | None = None
 ) -> Tensor:
     """Squared MMD of two sets of networks, mean over their tensors; after the removal of symmetries it is NS.
 
@@ -64,16 +57,14 @@ def network_discrepancy(
     Args:
         x: stacked states ``(S, ...)``.
         y: stacked states ``(T, ...)``.
-        graph: the symmetry graph; plain MMD without it. Then only parameters are compared, tied ones once, and not the
-            running statistics.
-        removed: what is removed with a graph, see :func:`removal`: by default what the paper removes.
-        level: what is one vector: ``"tensor"``, ``"layer"`` (the tensors of one module together) or ``"network"``.
+        graph: the symmetry graph; plain MMD without it. With it only parameters are compared, tied ones once, and not
+            the running statistics, after the paper's :func:`removal`.
 
     Raises:
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
         SymmetryError: for states that the graph does not fit.
     """
-    a, b = (weight_vectors(s, graph=graph, removed=removed, level=level) for s in (x, y))
+    a, b = (weight_vectors(s, graph=graph) for s in (x, y))
     require_same_names(a, b)
     return torch.stack([maximum_mean_discrepancy(vectors, b[name]) for name, vectors in a.items()]).mean()
 
@@ -103,11 +94,8 @@ def weight_vectors(
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
-    level: Level = "tensor",
 ) -> dict[str, Tensor]:
-    """The vectors ``(S, D)`` that :func:`network_discrepancy` compares, by the name of the tensor or layer."""
-    if level not in get_args(Level):
-        raise ValueError(f"level must be 'tensor', 'layer' or 'network', got {level!r}")
+    """The vectors ``(S, D)`` that :func:`network_discrepancy` compares, by the names of the tensors."""
     if graph is not None:
         given = require_state(states, "states")  # a form in half precision would be rounded once more
         wide = {n: t.float() if t.is_floating_point() and t.itemsize < 4 else t for n, t in given.items()}
@@ -116,16 +104,7 @@ def weight_vectors(
     if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
         kinds = sorted({str(t.dtype) for t in states.values()})
         raise SymmetryError(f"the states hold no real floating-point weights to compare, only {kinds}")
-    parts: dict[str, list[Tensor]] = {}
-    for name, tensor in states.items():
-        if tensor.is_floating_point():
-            parts.setdefault(part_of(name, level), []).append(tensor.detach().flatten(1))
-    return {part: torch.cat(tensors, dim=1) for part, tensors in parts.items()}
-
-
-def part_of(name: str, level: Level) -> str:
-    """Name of the vector that a tensor belongs to."""
-    return {"tensor": name, "layer": name.rpartition(".")[0] or name, "network": "network"}[level]
+    return {name: t.detach().flatten(1) for name, t in states.items() if t.is_floating_point()}
 
 
 def mean_kernel(distances: Sequence[Tensor], count_x: int, *, unit: float = 1.0) -> Tensor:

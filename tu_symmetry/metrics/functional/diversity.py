@@ -70,16 +70,9 @@ def diversity_summary(
     bootstraps: int = 200,
     generator: torch.Generator | None = None,
 ) -> DiversitySummary:
-    """Dispersion and correlation of pairwise mutual information.
+    """Dispersion and correlation of :func:`pairwise_mutual_information` ``(M, M)``, on test and on OOD data.
 
-    Args:
-        id_information: matrix ``(M, M)`` of :func:`pairwise_mutual_information` on test data.
-        ood_information: the same networks' on out-of-distribution data.
-        bootstraps: replicates of the interval; 0 for none.
-        generator: source of the replicates.
-
-    Raises:
-        ValueError: matrices that are not square, of different networks, or of fewer than three.
+    ``bootstraps`` are the replicates of the interval; 0 for none.
     """
     shape = check_tensor(id_information, "id_information").shape
     if len(shape) != 2 or shape[0] != shape[1] or check_tensor(ood_information, "ood_information").shape != shape:

@@ -17,15 +17,13 @@ from torch import Tensor
 from tu_symmetry.metrics.functional.discrepancy import (
     BANDWIDTHS,
     KERNELS,
-    Level,
     both_distances,
     mean_kernel,
-    part_of,
     require_same_names,
     u_statistics,
     weight_vectors,
 )
-from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
+from tu_symmetry.metrics.functional.removals import removal
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
@@ -34,7 +32,7 @@ from tu_symmetry.symmetry.randomness import own_generator
 from tu_symmetry.transfer import numbers
 
 Sizes = Literal["given", "equal"]
-# from the places of the networks that are kept of both sets to the distances of all pairs, for each tensor or layer
+# from the places of the networks that are kept of both sets to the distances of all pairs, for each tensor
 Parts = Callable[[Tensor, Tensor], Iterator[tuple[Tensor, Tensor]]]
 
 
@@ -43,7 +41,7 @@ class DiscrepancyTest:
     """A discrepancy with its uncertainty.
 
     Attributes:
-        value: the squared MMD, mean over tensors or layers.
+        value: the squared MMD, mean over tensors.
         p_value: share of relabelings of the pooled networks that give at least this value, the observed one counted.
         interval: percentiles 2.5 and 97.5 of the bootstrap over networks.
         sizes: networks that were compared of the first and the second set.
@@ -77,8 +75,6 @@ def discrepancy_test(
     y: Mapping[str, Tensor] | StackSource,
     *,
     graph: SymmetryGraph | None = None,
-    removed: RemovalName | Removal = "paper",
-    level: Level = "tensor",
     permutations: int = 199,
     bootstraps: int = 200,
     generator: torch.Generator | None = None,
@@ -99,8 +95,6 @@ def discrepancy_test(
         x: stacked states ``(S, ...)``, or a store such as :class:`~tu_symmetry.posterior.samples.SampleStore`.
         y: the reference ``(T, ...)``, of the same kind.
         graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`.
-        removed: what is removed with a graph.
-        level: what is one vector.
         permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
         bootstraps: number of replicates; 0 for none, the interval is then NaN.
         generator: source of all random choices; without one they cannot be repeated.
@@ -110,11 +104,10 @@ def discrepancy_test(
         ValueError: states of different architectures, too few networks, NaN or infinite values, arguments out of range.
         SymmetryError: states that the graph does not fit.
     """
-    chosen = removal(removed) if graph is not None else None
-    options: dict[str, Any] = {"removed": "nothing" if chosen is None else chosen.name, "level": level}
-    options |= {"permutations": permutations, "bootstraps": bootstraps, "generator": generator}
+    options: dict[str, Any] = {"permutations": permutations, "bootstraps": bootstraps, "generator": generator}
+    options["removed"] = "nothing" if graph is None else removal("paper").name
     if isinstance(x, Mapping) and isinstance(y, Mapping):
-        sets = [weight_vectors(s, graph=graph, removed=chosen or "paper", level=level) for s in (x, y)]
+        sets = [weight_vectors(s, graph=graph) for s in (x, y)]
         require_same_names(*sets)
         return vectors_test(*sets, **options)
     if isinstance(x, Mapping) or isinstance(y, Mapping):
@@ -122,7 +115,7 @@ def discrepancy_test(
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         members = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
-        return _streamed(members, graph, chosen, level, memory)
+        return _streamed(members, graph, memory)
 
     return _test((len(x), len(y)), parts, **options)
 
@@ -153,19 +146,15 @@ def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: An
 
 
 def _streamed(
-    members: Sequence[tuple[StackSource, int]],
-    graph: SymmetryGraph | None,
-    chosen: Removal | None,
-    level: Level,
-    memory: int,
+    members: Sequence[tuple[StackSource, int]], graph: SymmetryGraph | None, memory: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Distances between networks that are read one tensor at a time."""
     elements = []
     first = members[0][0][members[0][1]]
-    if graph is not None and chosen is not None:
+    if graph is not None:
         names = [n for n in graph.shapes if n not in graph.buffers and first[n].is_floating_point()]
         with torch.no_grad():
-            elements = [chosen.element(graph, s[i]) for s, i in members]
+            elements = [removal("paper").element(graph, s[i]) for s, i in members]
     else:
         require_state(first, "states")
         names = [name for name, t in first.items() if t.is_floating_point()]
@@ -193,18 +182,14 @@ def _streamed(
             yield block
             del block  # before the next one is made; whoever takes them lets go of them likewise
 
-    by_part: dict[str, list[str]] = {}
     for name in names:
-        by_part.setdefault(part_of(name, level), []).append(name)
-    for own in by_part.values():
         one = torch.zeros(len(members), len(members), dtype=torch.float64, device="cpu")
         two = torch.zeros_like(one)
-        for name in own:
-            for block in pieces(name):
-                distances = both_distances(block)
-                one += distances[0]
-                two += distances[1].square_()
-                del block
+        for block in pieces(name):
+            distances = both_distances(block)
+            one += distances[0]
+            two += distances[1].square_()
+            del block
         yield one, two.sqrt_()
 
 
@@ -213,7 +198,6 @@ def _test(
     parts: Parts,
     *,
     removed: str = "nothing",
-    level: Level = "tensor",
     sizes: Sizes = "given",
     permutations: int = 199,
     bootstraps: int = 200,
@@ -253,14 +237,13 @@ def _test(
     if bootstraps:
         first, second = (g.unique(return_inverse=True)[1] for g in runs)
         interval = percentile_interval(statistics(drawn, torch.cat([first, second + len(first)])))
-    words = {"tensor": "tensors", "layer": "layers", "network": "network"}[level]
     return DiscrepancyTest(
         value=value,
         p_value=p_value(null, value, rounding=1e-12 + 1e-9 * abs(value)),
         interval=interval,
         sizes=(count_x, count_y),
         aggregation=(
-            f"mean over {kernels} {words} of the mean over {len(KERNELS) * BANDWIDTHS} kernels "
+            f"mean over {kernels} tensors of the mean over {len(KERNELS) * BANDWIDTHS} kernels "
             f"({', '.join(KERNELS)}, {BANDWIDTHS} bandwidths each)"
         ),
         removed=removed,
