@@ -76,8 +76,6 @@ def test_data_module_reads_the_test_half(kmnist):
     assert len(batches) == 3 and all(batch is module.problem for batch in batches)
     assert module.problem.operator.shape == (4, 410, 784) and module.problem.counts.tolist() == [205, 205, 410, 410]
     assert torch.allclose(module.problem.truth[0], pixels[2])
-    moved = module.transfer_batch_to_device(module.problem, torch.device("cpu"), 0)
-    assert module.transfer_batch_to_device(module.problem, torch.device("cpu"), 0) is moved
 
 
 def test_what_cannot_be_measured_is_refused(kmnist, tmp_path):

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import commands_of, plant_images, run_table
+from recipe_runs import assert_goes_on, commands_of, plant_images, run_table
 from torch.func import functional_call
 from tu_symmetry.experiments.linearized_laplace.residual import CHOICES, KroneckerWork, StoredJacobian, read_choices
 
 from tu_symmetry.datamodules import CIFARDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.linearized_laplace import CNN, KroneckerSettings, Trained, optimize_kronecker_evidence
+from tu_symmetry.experiments.linearized_laplace import CNN, Settings, Trained, optimize_kronecker_evidence
+from tu_symmetry.experiments.linearized_laplace.evidence import StoredJacobian, Work, read_choices
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.rows import Choice, title_of
 from tu_symmetry.experiments.rebasin import ResNet
@@ -23,6 +24,7 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.tangent import TangentModel
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.commands import load_table
+from tu_symmetry.tables.outcome import Outcome
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,8 +40,10 @@ TINY = [
     *(f"evidence.command.settings.{k}={v}" for k, v in
       {"max_iterations": 3, "refreshes": 1, "num_samples": 20, "batch_size": 16, "mode_tolerance": 5.0}.items()),
 ]  # fmt: skip
-SETTINGS = KroneckerSettings(16, tolerance=0.1, mode_tolerance=5.0, max_iterations=3, refreshes=1, num_samples=20,
-                             stored_jacobian=True)  # fmt: skip
+SETTINGS = Settings(
+    16, tolerance=0.1, mode_tolerance=5.0, max_iterations=3, refreshes=1, num_samples=20, stored_jacobian=True
+)
+FULL, SIMPLE = "full/single", "tangent_mode/single"
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +64,10 @@ def data(root: Path) -> CIFARDataModule:
     return CIFARDataModule(root=root, source="archive", eval_ood=True, ood_dataset="textures", ood_size=6, **SIZES)
 
 
-def networks(out: Path) -> list[ResNet]:
-    made = []
-    for state in SampleStore.open(out / "networks" / "samples"):
-        model = ResNet(**MODEL).eval()
-        model.load_state_dict(state)
-        made.append(model)
-    return made
+def network(out: Path, number: int) -> ResNet:
+    model = ResNet(**MODEL).eval()
+    model.load_state_dict(SampleStore.open(out / "networks" / "samples")[number])
+    return model
 
 
 @pytest.mark.parametrize("name", ["table2", "table2-fixup", "table2-resnet50"])
@@ -75,8 +76,7 @@ def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) ->
     commands = commands_of(RECIPES / name)
     fit, taken = commands["networks"].content, commands["evidence"].content
     given, routine = taken["command"]["init_args"], fit["routine"]["init_args"]
-    assert set(table.paper) <= set(given["choices"]) == set(CHOICES)
-    read_choices(given["choices"], given["settings"]["refreshes"])
+    assert set(table.paper) <= {c.key for c in read_choices(given["choices"], given["settings"]["refreshes"])}
     fixup = "FixUp" in table.title
     assert fixup == (name == "table2-fixup") and (RECIPES / name / "README.md").is_file()
     assert table.paper["tangent_mode/single"] == {"nll": -0.744 if fixup else -0.773, "error": 0.0 if fixup else 0.004}
@@ -89,19 +89,19 @@ def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) ->
     assert routine["lr_scheduler"]["init_args"]["total_steps"] == fit["trainer"]["max_epochs"] * batches
 
 
-def test_a_full_choice_needs_a_start_and_a_curvature() -> None:
-    """``refreshes: 0`` takes no curvature at theta*: a full choice would have no result at all."""
-    with pytest.raises(ValueError, match="'full/single' starts from 'tangent_mode/single'"):
-        read_choices(["full/single"], 1)
-    with pytest.raises(ValueError, match="'full/single' starts from 'tangent_mode/single'"):
-        read_choices(["full/single", "tangent_mode/single"], 1)
-    for refreshes in (0, -1):
-        with pytest.raises(ValueError, match=f"refreshes is {refreshes}, but choice 'full/single'"):
-            read_choices(["tangent_mode/single", "full/single"], refreshes)
-        assert [c.key for c in read_choices(["tangent_mode/single"], refreshes)] == ["tangent_mode/single"]
-    with pytest.raises(ValueError, match="write map or tangent_mode or full"):
-        read_choices(["theta/single"], 1)
-    assert [c.key for c in read_choices(CHOICES, 1)] == list(CHOICES)
+@pytest.mark.parametrize(
+    ("choices", "refreshes", "match"),
+    [
+        ([FULL], 1, "starts from 'tangent_mode/single'"),
+        ([FULL, SIMPLE], 1, "starts from 'tangent_mode/single'"),
+        ([SIMPLE, FULL], 0, "refreshes is 0"),
+        (["theta/single"], 1, "write map or tangent_mode or full"),
+    ],
+)
+def test_a_full_choice_needs_a_start_and_a_curvature(choices: list[str], refreshes: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        read_choices(choices, refreshes)
+    assert [c.key for c in read_choices([SIMPLE, FULL], 1)] == [SIMPLE, FULL]
 
 
 @pytest.mark.parametrize(("choice", "prior"), [("map/single", "single"), ("tangent_mode/per_group", "per_group")])
@@ -109,7 +109,7 @@ def test_rows_equal_a_hand_computation(root: Path, table: tuple[Path, dict[str, 
     out, results = table
     images = Images(data(root), "cpu")
     row = results["evidence"]["rows"][choice][1]
-    la = LinearizedLaplace(model := networks(out)[1], prior=prior, evaluate_at="map", parameters=matrices(model)).fit(
+    la = LinearizedLaplace(model := network(out, 1), prior=prior, evaluate_at="map", parameters=matrices(model)).fit(
         [(images.train.x, images.train.y)]
     )
     la.set_precision({name: group["precision"] for name, group in row["groups"].items()})
@@ -126,11 +126,9 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     out, _ = table
     images = Images(data(root), "cpu")
     x = images.train.x
-    model = networks(out)[0]
-    trained, place = Trained(ResNet(**MODEL), out), out / "evidence" / "parts" / "network-0"
-    work = KroneckerWork(trained, model.state_dict(), images, SETTINGS, {}, place)
-    la = work.start(Choice("full", "single"))
-    la = work.resumed(la, Choice("tangent_mode", "single"))
+    model, place = network(out, 0), out / "evidence" / "parts" / "network-0"
+    work = Work(Trained(ResNet(**MODEL), out / "networks" / "samples"), 0, images, SETTINGS, place)
+    la = work.resumed(work.start(Choice("full", "single")), Choice("tangent_mode", "single"))
     theta, point = la.theta, la.tangent.point()
     assert (theta - point).norm() > 1e-2 * point.norm()
     la = work.retaken(la)
@@ -154,8 +152,7 @@ def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
     text = (out / "report" / "report.md").read_text()
     assert (out / "report" / "evidence.png").read_bytes().startswith(b"\x89PNG")
-    for key in CHOICES:
-        runs = results["evidence"]["rows"][key]
+    for key, runs in results["evidence"]["rows"].items():
         values = torch.tensor([r["nll"] for r in runs], dtype=torch.float64)
         mark = "" if all(r["converged"] for r in runs) else "†"
         mark += "" if all(r["settled"] for r in runs) else "‡"
@@ -167,32 +164,22 @@ def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:
     assert len(results["report"]["tables"]) == 3
 
 
-def test_an_interrupted_evidence_goes_on(
-    table: tuple[Path, dict[str, Any]], root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut off in front of a choice that starts from an earlier one: the same numbers, and nothing is done twice."""
+def test_an_evidence_that_was_cut_goes_on(table: tuple[Path, dict[str, Any]], root: Path, tmp_path: Path) -> None:
+    """In front of a choice that starts from an earlier one, whose weights are kept beside its row."""
     out, whole = table
-    optimize, calls = KroneckerWork.optimize, []
-
-    def interrupted(self: Any, choice: Choice) -> Any:
-        calls.append(choice.key)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return optimize(self, choice)
-
-    monkeypatch.setattr(KroneckerWork, "optimize", interrupted)
     some = ["tangent_mode/per_group", "full/per_group"]
-    given: Any = (tmp_path, ResNet(**MODEL), out / "networks" / "samples")
-    with pytest.raises(KeyboardInterrupt):
-        optimize_kronecker_evidence(*given, data(root), SETTINGS, some, device="cpu")
-    resumed = optimize_kronecker_evidence(*given, data(root), SETTINGS, some, device="cpu").results
-    assert calls == [*some, *some, "full/per_group"]
-    for key, found in resumed["rows"].items():
-        for a, b in zip(whole["evidence"]["rows"][key], found, strict=True):
+
+    def measure(folder: Path, settings: Settings = SETTINGS) -> Outcome:
+        samples = out / "networks" / "samples"
+        return optimize_kronecker_evidence(folder, ResNet(**MODEL), samples, data(root), some, settings, device="cpu")
+
+    found = assert_goes_on(measure, tmp_path, 1).results["rows"]
+    for key, runs in found.items():
+        for a, b in zip(whole["evidence"]["rows"][key], runs, strict=True):
             assert a["nll"] == pytest.approx(b["nll"], rel=1e-4), key
             assert a["gamma"] == pytest.approx(b["gamma"], rel=1e-3), key
     with pytest.raises(FileError, match="other options, or from other networks or data"):
-        optimize_kronecker_evidence(*given, data(root), KroneckerSettings(), some, device="cpu")
+        measure(tmp_path, Settings())
 
 
 def test_a_stored_jacobian_gives_the_same_products() -> None:
@@ -200,10 +187,10 @@ def test_a_stored_jacobian_gives_the_same_products() -> None:
     model = CNN(3, width=2).double().eval()
     x = torch.randn(7, 1, 12, 12, dtype=torch.float64)
     plain = TangentModel(model, matrices(model))
-    stored = StoredJacobian(plain, Batches(x, torch.arange(7) % 3, 4), chunk=3)
+    stored = StoredJacobian(plain, Batches(x, torch.arange(7) % 3, 4))
     vector, cotangent = torch.randn(plain.size, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
-    for rows in (slice(0, 4), slice(4, 7), slice(1, 6)):  # the last is not stored
-        for found, expected in zip(stored.jvp(x[rows], vector), plain.jvp(x[rows], vector), strict=True):
+    for rows in (slice(0, 4), slice(4, 7)):
+        own = stored.linearize(x[rows])
+        for found, expected in zip((own.outputs, own.push(vector)), plain.jvp(x[rows], vector), strict=True):
             torch.testing.assert_close(found, expected)
-        expected = plain.vjp(x[rows], cotangent[rows])
-        torch.testing.assert_close(stored.vjp(x[rows], cotangent[rows]), expected)
+        torch.testing.assert_close(own.pull(cotangent[rows]), plain.vjp(x[rows], cotangent[rows]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.shift import CALIBRATED, rotate
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.tables.outcome import Outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 ANGLES = (0.0, 30.0, 90.0)
 CHOICES = ("map/single", "tangent_mode/per_group")
@@ -43,11 +43,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CNN, dict[
             cross_entropy(model(data.train.x), data.train.y).backward()
             optimizer.step()
         store.append({name: t.detach().clone() for name, t in model.state_dict().items()}, step=seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = measure_rotations(
-            folder / "out", Trained(CNN(width=2), folder / "samples"), data, SETTINGS, CHOICES, ANGLES, device="cpu"
-        )
+    networks = Trained(CNN(width=2), folder / "samples")
+    found = measure_rotations(folder / "out", networks, data, CHOICES, ANGLES, SETTINGS, device="cpu")
     found.save(folder / "out")
     model.eval()
     return folder, model, found.results
@@ -92,9 +89,7 @@ def test_rows_are_what_they_say(measured: tuple[Path, CNN, dict[str, Any]]) -> N
     la.set_precision({name: group["precision"] for name, group in own["groups"].items()})
     plain = [nll(la.predictive(rotate(data.test.x, a), num_samples=40), data.test.y) for a in ANGLES]
     assert [own["by_angle"][f"{a:g}"]["nll"] for a in ANGLES] == pytest.approx(plain, rel=1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = la.calibrate([(data.val.x, data.val.y)], num_samples=40)
+    found = la.calibrate([(data.val.x, data.val.y)], num_samples=40)
     cooled = rows["map/single" + CALIBRATED][1]
     assert cooled["temperature"] == pytest.approx(found.temperature)
     mended = [nll(la.predictive(rotate(data.test.x, a), num_samples=40), data.test.y) for a in ANGLES]
@@ -106,7 +101,7 @@ def test_the_report_shows_them(measured: tuple[Path, CNN, dict[str, Any]]) -> No
     folder, _, results = measured
     report_rotations(folder / "report", RECIPE, folder / "out")
     text = (folder / "report" / "report.md").read_text()
-    assert (folder / "report" / "rotations.png").stat().st_size > 5000
+    assert (folder / "report" / "rotations.png").stat().st_size > 5000 and "M(θ*), several λ, calibrated" in text
     runs = results["rows"]["tangent_mode/per_group"]
     mark = "" if all(run["converged"] for run in runs) else "†"
     for angle in ANGLES:
@@ -119,14 +114,19 @@ def test_the_report_shows_them(measured: tuple[Path, CNN, dict[str, Any]]) -> No
     ]
     gains = torch.tensor(turned, dtype=torch.float64)
     assert f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}{mark}" in text
-    assert "M(θ*), several λ, calibrated" in text
 
 
-def test_what_cannot_be_measured_is_refused(measured: tuple[Path, CNN, dict[str, Any]], tmp_path: Path) -> None:
-    folder, *_ = measured
-    networks = Trained(CNN(width=2), folder / "samples")
-    with pytest.raises(ValueError, match="val_size must be at least 1"):
-        measure_rotations(tmp_path, networks, digits(0), SETTINGS)
-    with pytest.raises(ValueError, match="at least one"):
-        measure_rotations(tmp_path, networks, digits(), SETTINGS, angles=())
-    assert Outcome.load(folder / "out").results["angles"] == list(ANGLES)
+@pytest.mark.parametrize(
+    ("val_size", "choices", "angles", "match"),
+    [
+        (0, CHOICES, ANGLES, "val_size must be at least 1"),
+        (60, CHOICES, (), "angles: name at least one"),
+        (60, (), ANGLES, "choices: name at least one"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    val_size: int, choices: Any, angles: Any, match: str, measured: Any, tmp_path: Path
+) -> None:
+    networks = Trained(CNN(width=2), measured[0] / "samples")
+    with pytest.raises(ValueError, match=match):
+        measure_rotations(tmp_path, networks, digits(val_size), choices, angles, SETTINGS)

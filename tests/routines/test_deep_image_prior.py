@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader
+from trainings import trainer
 
-from tu_symmetry.datamodules.loading import as_it_is
-from tu_symmetry.datamodules.tomography import _Repeated, measured, strip_projector
-from tu_symmetry.files import FileError
+from tu_symmetry.datamodules.tomography import measured, repeated, strip_projector
+from tu_symmetry.files import FileError, write_safetensors
 from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
 from tu_symmetry.routines.deep_image_prior import image_quality, total_variation
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Small(nn.Module):
@@ -31,73 +31,69 @@ class Small(nn.Module):
         return torch.sigmoid(self.b(self.drop(torch.tanh(self.a(x)))))
 
 
-def problem(angles=(3, 5), images=2):
-    generator = torch.Generator().manual_seed(0)
-    truth = (torch.rand(images, 1, 8, 8, generator=generator, dtype=torch.float64) > 0.6).double()
-    operators = {a: strip_projector(8, a, 11, 1.1) for a in angles}
-    return measured(truth, list(range(images)), operators, [0.05], bin_width=1.1)
+def problem():
+    """Two images, three and five angles."""
+    truth = (torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) > 0.6).double()
+    return measured(truth, [0, 1], {a: strip_projector(8, a, 11, 1.1) for a in (3, 5)}, [0.05], bin_width=1.1)
 
 
 class Data(LightningDataModule):
-    def __init__(self, own, steps=10):
+    def __init__(self, own):
         super().__init__()
-        self.own, self.steps = own, steps
+        self.own = own
 
     def train_dataloader(self):
-        return DataLoader(_Repeated(self.own, self.steps), batch_size=1, collate_fn=as_it_is)
+        return repeated(self.own, 10)
 
     def test_dataloader(self):
-        return DataLoader(_Repeated(self.own, 1), batch_size=1, collate_fn=as_it_is)
+        return repeated(self.own, 1)
 
 
-def routine(count=4, **options):
+def routine(count=4, dropout=0.0, **options):
     options = {"tv_weight": {3: 1e-3, 5: 2e-3}, "optimizer": lambda p: torch.optim.Adam(p, lr=0.02), **options}
-    return DeepImagePriorRoutine(Small(), count, **options)
+    return DeepImagePriorRoutine(Small(dropout), count, **options)
 
 
-def fit(module, own, steps, *, callbacks=(), logger=False, ckpt=None, root=None, precision=None):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu", max_steps=steps, max_epochs=-1, logger=logger, callbacks=list(callbacks),
-            enable_checkpointing=bool(callbacks), enable_progress_bar=False, enable_model_summary=False,
-            gradient_clip_val=0.5, log_every_n_steps=1, default_root_dir=root, precision=precision,
-        )  # fmt: skip
-        trainer.fit(module, Data(own), ckpt_path=ckpt)
-    return trainer
+def fit(module, own, steps, *callbacks, ckpt=None, **options):
+    made = trainer(*callbacks, max_steps=steps, max_epochs=-1, gradient_clip_val=0.5, log_every_n_steps=1, **options)
+    made.fit(module, Data(own), ckpt_path=ckpt)
+    return made
 
 
-def by_hand(own, index, seed_module, steps, weight):
-    """One image by itself, in a loop."""
+def by_hand(own, index, start, steps, weight):
+    """The losses of one image by itself, in a loop, and the image of the lowest."""
     network = Small()
-    network.load_state_dict({name: t[index] for name, t in seed_module.members.state_dict().items()})
+    network.load_state_dict({name: t[index] for name, t in start.members.state_dict().items()})
     optimizer = torch.optim.Adam(network.parameters(), lr=0.02)
     count = int(own.counts[index])
-    best, kept = math.inf, None
+    losses, kept = [], None
     for _ in range(steps):
         image = network(own.back_projection[index : index + 1])
         residual = own.operator[index, :count] @ image.reshape(-1) - own.measurements[index, :count]
         rows, columns = image[0, 0].diff(dim=0).abs().sum(), image[0, 0].diff(dim=1).abs().sum()
         loss = residual.square().mean() + weight * (rows + columns)
-        if loss.item() < best:
-            best, kept = loss.item(), image.detach()
+        losses.append(loss.item())
+        kept = image.detach() if loss.item() == min(losses) else kept
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 0.5)
         optimizer.step()
-    return best, kept
+    return losses, kept
 
 
 def test_images_at_once_come_out_as_one_by_one(tmp_path):
-    own = problem()
+    """The iterates of the lowest loss, among the first ones where the iterations of some end earlier."""
+    own, start = problem(), routine()
     module = routine(out=tmp_path / "found.safetensors")
-    start = routine()
     fit(module, own, 40)
     found = Reconstructions.load(tmp_path / "found.safetensors")
+    early = routine(max_iterations={3: 5, 5: 30})
+    fit(early, own, 40)
     for index, weight in enumerate([1e-3, 1e-3, 2e-3, 2e-3]):
-        best, image = by_hand(own, index, start, 40, weight)
-        assert float(found.loss[index]) == pytest.approx(best, rel=1e-3)
+        losses, image = by_hand(own, index, start, 40, weight)
+        assert float(found.loss[index]) == pytest.approx(min(losses), rel=1e-3)
         assert torch.allclose(found.images[index : index + 1], image, atol=2e-3)
+        assert float(early.best_loss[index]) == pytest.approx(min(losses[: 5 if index < 2 else 30]), rel=1e-3)
     assert torch.equal(found.problem.operator, own.operator) and found.problem.num_angles.tolist() == [3, 3, 5, 5]
     one = Small()
     one.load_state_dict({name: t[1] for name, t in found.states.items()})
@@ -105,71 +101,50 @@ def test_images_at_once_come_out_as_one_by_one(tmp_path):
 
 
 def test_the_kept_iterate_is_the_best_one_not_the_last():
-    own = problem()
-    module = routine(optimizer=lambda p: torch.optim.SGD(p, lr=5.0))  # it jumps about
-    seen = []
-    step = module._keep
-    module._keep = lambda losses, running: (seen.append(losses), step(losses, running))
-    fit(module, own, 30)
-    assert torch.equal(module.best_loss, torch.stack(seen).min(0).values.cpu())
-    early = routine(max_iterations={3: 5, 5: 12})
-    seen_early: dict[int, list] = {0: [], 1: [], 2: [], 3: []}
-    keep = early._keep
-
-    def record(losses, running):
-        for index, loss in zip(running.tolist(), losses, strict=True):
-            seen_early[index].append(loss)
-        keep(losses, running)
-
-    early._keep = record
-    fit(early, own, 12)
-    assert [len(losses) for losses in seen_early.values()] == [5, 5, 12, 12]  # what is over is not computed
-    best = torch.stack([torch.stack(losses).min() for losses in seen_early.values()])
-    assert torch.equal(early.best_loss, best.cpu())
-    alone = routine()
-    fit(alone, own, 5)
-    torch.testing.assert_close(early.best_loss[:2], alone.best_loss[:2])
-    longer = routine(max_iterations={3: 5, 5: 12})
-    fit(longer, own, 30)  # all are over: nothing is kept any more
-    assert torch.equal(longer.best_loss, early.best_loss)
+    own, jumping = problem(), {"optimizer": lambda p: torch.optim.SGD(p, lr=5.0)}
+    early, late = routine(**jumping), routine(**jumping)
+    fit(early, own, 5)
+    fit(late, own, 30)
+    assert (late.best_loss <= early.best_loss).all()
+    x = late.reconstructions(own)
+    residuals = (own.operator @ x.flatten(1).unsqueeze(-1)).squeeze(-1) - own.measurements
+    weights = torch.tensor([1e-3, 1e-3, 2e-3, 2e-3])
+    losses = residuals.square().sum(1) / own.counts + weights * total_variation(x).squeeze(1)
+    torch.testing.assert_close(losses, late.best_loss, rtol=1e-4, atol=1e-5)
 
 
-def test_a_cut_run_resumes_to_the_same_result(tmp_path):
-    own = problem()
-    whole = routine()
+def test_a_cut_run_resumes_to_the_same_result_and_writes_at_its_end(tmp_path):
+    own, whole = problem(), routine()
     fit(whole, own, 40)
-    first = routine()
-    keep = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=20, save_last=True)
-    fit(first, own, 20, callbacks=[keep], root=tmp_path)
+    fit(routine(), own, 20, ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=20, save_last=True), folder=tmp_path)
     second = routine()
-    fit(
-        second, own, 40, callbacks=[ModelCheckpoint(dirpath=tmp_path / "b")], ckpt=tmp_path / "last.ckpt", root=tmp_path
-    )
+    keep = ModelCheckpoint(dirpath=tmp_path / "b", save_last=True)
+    fit(second, own, 40, keep, ckpt=tmp_path / "last.ckpt", folder=tmp_path)
     assert torch.equal(whole.best_loss, second.best_loss)
     for a, b in zip(whole.best.parameters(), second.best.parameters(), strict=True):
         assert torch.equal(a, b)
+    fit(routine(out=tmp_path / "found"), own, 40, ckpt=tmp_path / "b" / "last.ckpt", folder=tmp_path)  # no step is left
+    assert torch.equal(Reconstructions.load(tmp_path / "found").images, whole.reconstructions(own))
 
 
 def test_quality_is_logged(tmp_path):
     own, module = problem(), routine()
-    trainer = fit(module, own, 40, logger=CSVLogger(tmp_path))
+    made = fit(module, own, 40, logger=CSVLogger(tmp_path))
     psnr, ssim = image_quality(module.reconstructions(own), own.truth)
-    assert float(trainer.callback_metrics["psnr"]) == pytest.approx(float(psnr.mean()), rel=1e-5)
-    assert {"loss", "best_loss", "psnr", "ssim"} <= trainer.callback_metrics.keys()
+    assert float(made.callback_metrics["psnr"]) == pytest.approx(float(psnr.mean()), rel=1e-5)
+    assert {"loss", "best_loss", "psnr", "ssim"} <= made.callback_metrics.keys()
     expected = 10 * math.log10(1 / float((module.reconstructions(own)[0] - own.truth[0]).square().mean()))
     assert float(psnr[0]) == pytest.approx(expected, rel=1e-4)
-    tested = Trainer(logger=False, accelerator="cpu", enable_progress_bar=False).test(module, Data(own), verbose=False)
-    assert tested[0]["test/psnr"] == pytest.approx(float(psnr.mean()), rel=1e-5)
-    assert tested[0]["test/ssim"] == pytest.approx(float(ssim.mean()), rel=1e-5)
+    (tested,) = trainer().test(module, Data(own), verbose=False)
+    assert tested["test/psnr"] == pytest.approx(float(psnr.mean()), rel=1e-5)
+    assert tested["test/ssim"] == pytest.approx(float(ssim.mean()), rel=1e-5)
 
 
 def test_dropout_is_on_in_training_and_off_in_the_result():
-    own = problem()
-    module = DeepImagePriorRoutine(Small(dropout=0.5), 4, optimizer=lambda p: torch.optim.Adam(p, lr=0.02))
+    own, module, plain = problem(), routine(dropout=0.5), routine()
     fit(module, own, 5)
-    assert torch.equal(module.reconstructions(own), module.reconstructions(own))
-    plain = DeepImagePriorRoutine(Small(), 4, optimizer=lambda p: torch.optim.Adam(p, lr=0.02))
     fit(plain, own, 5)
+    assert torch.equal(module.reconstructions(own), module.reconstructions(own))
     assert not torch.allclose(plain.best_loss, module.best_loss)
 
 
@@ -178,26 +153,34 @@ def test_total_variation_counts_both_directions():
     assert total_variation(image).tolist() == [3 + 0 + 1 + 2]
 
 
-def test_what_cannot_work_is_refused(tmp_path):
+def dead(steps=2):
     own = problem()
-    with pytest.raises(ValueError, match="4 problems"):
-        fit(routine(3), own, 1)
-    with pytest.raises(ValueError, match=r"\[5\] angles"):
-        fit(routine(tv_weight={3: 1e-3}), own, 1)
-    with pytest.raises(ValueError, match="buffers"):
-        DeepImagePriorRoutine(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))
-    with pytest.raises(ValueError, match="negative"):
-        routine(tv_weight=-1.0)
-    with pytest.raises(ValueError, match="LBFGS"):
-        fit(routine(optimizer=torch.optim.LBFGS), own, 1)
     own.measurements[1, 3] = math.nan
-    with pytest.raises(ValueError, match=r"problems \[1\] is NaN"):
-        fit(routine(), own, 2)
-    from tu_symmetry.files import write_safetensors
+    fit(routine(), own, steps)
 
-    write_safetensors(tmp_path / "x", {"a": torch.zeros(1)}, {})
-    with pytest.raises(FileError, match="no reconstructions"):
-        Reconstructions.load(tmp_path / "x")
+
+def foreign(folder):
+    write_safetensors(folder / "x", {"a": torch.zeros(1)}, {})
+    Reconstructions.load(folder / "x")
+
+
+@pytest.mark.parametrize(
+    ("match", "call"),
+    [
+        ("4 problems", lambda _: fit(routine(3), problem(), 1)),
+        (r"\[5\] angles", lambda _: fit(routine(tv_weight={3: 1e-3}), problem(), 1)),
+        ("buffers", lambda _: DeepImagePriorRoutine(nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)))),
+        ("negative", lambda _: routine(tv_weight=-1.0)),
+        ("LBFGS", lambda _: fit(routine(optimizer=torch.optim.LBFGS), problem(), 1)),
+        (r"problems \[1\] is NaN", lambda _: dead()),
+        ("no reconstructions", foreign),
+        ("rounds the weights by more than a step", lambda _: fit(routine(), problem(), 2, precision="bf16-true")),
+        ("rounds the weights by more than a step", lambda _: fit(routine(), problem(), 2, precision="16-true")),
+    ],
+)
+def test_what_cannot_work_is_refused(match, call, tmp_path):
+    with pytest.raises((ValueError, FileError), match=match):
+        call(tmp_path)
 
 
 @pytest.mark.parametrize(("precision", "digits"), [("64-true", 1e-5), ("bf16-mixed", 0.05)])
@@ -209,9 +192,3 @@ def test_other_precisions_of_training(precision, digits):
         fit(module, problem(), 5, precision=own)
         found.append(module.best_loss)
     torch.testing.assert_close(found[1].float(), found[0], rtol=digits, atol=0)
-
-
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_weights_in_half_precision_are_refused(precision):
-    with pytest.raises(ValueError, match="rounds the weights by more than a step"):
-        fit(routine(), problem(), 2, precision=precision)
