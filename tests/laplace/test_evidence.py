@@ -181,8 +181,6 @@ def test_batches_and_their_order_do_not_matter(curvature: str) -> None:
 
 
 class DeadBranch(nn.Module):
-    """The weights of ``dead`` see inputs of next to nothing: the data determine none of them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.alive, self.dead = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)

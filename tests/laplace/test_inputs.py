@@ -25,8 +25,6 @@ class ModelOutput:
 
 
 class LoraLinear(nn.Module):
-    """``W x + B A x``, the adapter of rank 2."""
-
     def __init__(self, features: int, outputs: int) -> None:
         super().__init__()
         self.base = nn.Linear(features, outputs)

@@ -37,24 +37,15 @@ class Quality:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :meth:`LinearizedLaplace.calibrate` found; as text, a small table.
-
-    Attributes:
-        samples: those of the held-out data, over all processes.
-        network: quality of the network itself (temperature 0).
-        evidence: quality of the posterior whose precisions the evidence chose (temperature 1).
-        calibrated: quality at the temperature that was chosen.
-        held_out: whether the network was not trained on these data.
-        standard_error: that of the difference between the NLLs of the calibrated posterior and of the network (nats).
-    """
+    """What :meth:`LinearizedLaplace.calibrate` found; as text, a line."""
 
     temperature: float
-    samples: int
-    network: Quality
-    evidence: Quality
+    samples: int  # of the held-out data, over all processes
+    network: Quality  # the network itself: temperature 0
+    evidence: Quality  # the posterior whose precisions the evidence chose: temperature 1
     calibrated: Quality
-    held_out: bool = True
-    standard_error: float = math.nan
+    held_out: bool = True  # whether the network was not trained on these data
+    standard_error: float = math.nan  # of the difference between the NLLs of the calibrated posterior and the network
 
     @property
     def hurts(self) -> bool:
@@ -62,62 +53,41 @@ class Calibration:
         return self.evidence.nll > self.network.nll
 
     def __str__(self) -> str:
-        head = f"on {self.samples} {'held-out' if self.held_out else 'training'} samples"
-        rows = {
-            "network": self.network,
-            "Laplace, by the evidence": self.evidence,
-            f"Laplace, temperature {self.temperature:.3g}": self.calibrated,
-        }
-        width = max(map(len, (head, *rows)))
-        lines = [f"{head:{width}}   NLL", *(f"{name:{width}}   {found.nll:.4f}" for name, found in rows.items())]
+        text = (
+            f"NLL on {self.samples} {'held-out' if self.held_out else 'training'} samples: {self.network.nll:.4f} of "
+            f"the network, {self.evidence.nll:.4f} of Laplace by the evidence, {self.calibrated.nll:.4f} at temperature "
+            f"{self.temperature:.3g}"
+        )
         if self.temperature > 0 and not math.isnan(self.standard_error):
             gain = self.network.nll - self.calibrated.nll
-            lines.append(f"gain over the network: {gain:.2g} nats, standard error {self.standard_error:.2g}")
-        return "\n".join(lines)
+            text += f" (gain over the network {gain:.2g} nats, standard error {self.standard_error:.2g})"
+        return text
 
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What the evidence found for one prior group.
-
-    Attributes:
-        size: number of weights.
-        center: where the hyperprior puts the precision.
-        gamma: effective number of directions that the data determine, between 0 and ``size``.
-        squared_norm: ``||theta*||^2`` (``||theta~||^2`` at ``map``).
-        at_cap: whether the precision is at the hyperprior's bound.
-        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
-    """
+    """What the evidence found for one prior group."""
 
     name: str
-    size: int
+    size: int  # number of weights
     precision: float
-    center: float
-    gamma: float
-    squared_norm: float
-    at_cap: bool
-    pruned: bool
+    center: float  # where the hyperprior puts the precision
+    gamma: float  # effective number of directions that the data determine, between 0 and size
+    squared_norm: float  # ||theta*||^2 (||theta~||^2 at `map`)
+    at_cap: bool  # whether the precision is at the hyperprior's bound
+    pruned: bool  # whether the data determine less than half a direction, or the precision is at its upper bound
 
 
 @dataclass(frozen=True)
 class EvidenceResult:
-    """What :meth:`LinearizedLaplace.optimize_evidence` did.
+    """What :meth:`LinearizedLaplace.optimize_evidence` did."""
 
-    Attributes:
-        log_marginal_likelihood: at the point that was reached (nats), without the hyperprior.
-        iterations: number of directions of the weights that were tried.
-        change: largest change of a log precision in the last iteration.
-        gradient_norm: distance of the weights from their mode in posterior standard deviations; 0 at ``map``.
-        converged: whether both tolerances were met.
-        gap: certificate: ``log_marginal_likelihood`` at these precisions is at most so much higher (nats).
-    """
-
-    log_marginal_likelihood: float
-    iterations: int
-    change: float
-    gradient_norm: float
-    converged: bool
-    gap: float = 0.0
+    log_marginal_likelihood: float  # at the point that was reached (nats), without the hyperprior
+    iterations: int  # number of directions of the weights that were tried
+    change: float  # largest change of a log precision in the last iteration
+    gradient_norm: float  # distance of the weights from their mode in posterior standard deviations; 0 at `map`
+    converged: bool  # whether both tolerances were met
+    gap: float = 0.0  # certificate: the evidence at these precisions is at most so much higher (nats)
 
 
 def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stacklevel: int) -> None:

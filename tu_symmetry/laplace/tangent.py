@@ -345,12 +345,11 @@ class LastLayerModel(TangentModel):
         self.layer = layer
         self._weight, self._bias = (f"{layer}.{leaf}" if layer else leaf for leaf in ("weight", "bias"))
         names = [self._weight] if module.bias is None else [self._weight, self._bias]
-        known = {name for name, _ in model.named_parameters()}
-        if not known.issuperset(names):
-            lacking = " and ".join(name for name in names if name not in known)
+        lacking = set(names) - {name for name, _ in model.named_parameters()}
+        if lacking:
             raise ValueError(
-                f"the last layer {layer!r} does not own its {lacking}: tied to another layer, or parametrized "
-                "(weight_norm). It has no closed form then; choose curvature='full' or 'diag' with parameters=[...]"
+                f"the last layer {layer!r} does not own its {' and '.join(sorted(lacking))}: tied to another layer, or "
+                "parametrized (weight_norm); choose curvature='full' or 'diag' with parameters=[...]"
             )
         super().__init__(model, names, class_axis=class_axis)
 
