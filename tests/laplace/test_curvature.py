@@ -56,23 +56,6 @@ def test_exact_curvatures_are_those_of_the_gauss_newton_matrix(
     torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-9)
 
 
-@pytest.mark.parametrize("curvature", ["full", "diag", "kfac"])
-def test_frozen_parameters_stay_outside_and_change_nothing_else(curvature: str) -> None:
-    """Weight frozen and bias not, a whole layer frozen in the middle: the others' blocks are those of the whole."""
-    x, y = data(2, 6, 6, outputs=3)
-    whole = fitted(cnn(), x, y, curvature=curvature)
-    model = cnn()
-    frozen = {"0.weight", "1.bias", "3.weight", "3.bias"}
-    for name, p in model.named_parameters():
-        p.requires_grad_(name not in frozen)
-    part = fitted(model, x, y, curvature=curvature)
-    assert set(part.tangent.names) == set(whole.tangent.names) - frozen
-    for name in part.tangent.names:
-        found = dense_curvature(part)[slot(part, name), slot(part, name)]
-        expected = dense_curvature(whole)[slot(whole, name), slot(whole, name)]
-        torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
-
-
 def backpack(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The generalized Gauss-Newton matrix and its diagonal by BackPACK, which shares no code with ours."""
     own, loss = extend(copy.deepcopy(model)), extend(nn.CrossEntropyLoss(reduction="sum"))
@@ -187,16 +170,6 @@ def test_factors_of_attention_projections_follow_their_definition(role: str, red
     own = slot(la, "attention.in_proj_weight")
     piece = slice(own.start + 16 * place, own.start + 16 * place + 16)
     torch.testing.assert_close(dense_curvature(la)[piece, piece], expected, rtol=RTOL, atol=1e-10)
-
-
-def test_shared_biases_take_the_gradient_factor() -> None:
-    """``bias='shared'``: ``sum g_t g_t^T`` over positions, as laplace-torch has it."""
-    model = randomize(Shared(False, False))
-    x, y = data(5, 3, outputs=10, kind="regression")
-    la = fitted(model, x, y, "regression", bias="shared")
-    weight = model.second.weight.detach()
-    own = slot(la, "first.bias")
-    torch.testing.assert_close(dense_curvature(la)[own, own], weight.T @ weight * 9 * 5, rtol=RTOL, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])

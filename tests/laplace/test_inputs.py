@@ -124,19 +124,6 @@ def test_evidence_calibration_and_normalization_groups_of_mappings() -> None:
     assert la.calibrate(loader).samples == 12
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"labels": None}, "have to be a tensor under one of"),
-        ({"targets": torch.zeros(SAMPLES)}, "have to be a tensor under one of"),
-        ({"text": "words"}, "is a str"),
-    ],
-)
-def test_batches_that_are_no_calls(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        LinearizedLaplace(randomize(Tagger()), prior="single").fit([batch() | change])
-
-
 def test_adapters_are_the_uncertain_subset() -> None:
     model = randomize(Tagger())
     adapters = ("query.lora_A.weight", "query.lora_B.weight")

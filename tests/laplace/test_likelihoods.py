@@ -341,8 +341,6 @@ def test_options_out_of_range() -> None:
         lambda: Bernoulli(pos_weight=math.inf),
         lambda: make_likelihood(nn.HuberLoss()),
         lambda: make_likelihood(nn.BCEWithLogitsLoss(weight=torch.ones(4))),
-        lambda: make_likelihood("poisson"),
-        lambda: LinearizedLaplace(mlp(4, inputs=3), "binary", noise_variance=1.0),
         lambda: as_outputs(real(2, 3, 4), 2, 3),
         lambda: as_outputs(real(2, 3, 4), 2, 0),
     ):

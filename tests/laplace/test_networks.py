@@ -81,30 +81,6 @@ def compare(model: nn.Module, x: Tensor, y: Tensor, *, one: bool = False) -> Lin
     return la
 
 
-class Scaled(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-        self.inner = nn.Sequential(nn.Linear(width, 5), nn.Tanh(), nn.Linear(5, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.scale * self.inner(x)
-
-
-class VisionTransformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.positions = nn.Parameter(torch.zeros(1, 1, 4)), nn.Parameter(torch.zeros(1, 4, 4))
-        self.embed, self.block = nn.Linear(2, 4), Scaled(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(x), -1, -1), self.embed(x)], 1) + self.positions
-        x = self.block(x)
-        return self.head((x + self.attention(x, x, x, need_weights=False)[0])[:, 0])
-
-
 class ByHand(nn.Module):
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -112,11 +88,6 @@ class ByHand(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weights[0].T
-
-
-class Padded(nn.Conv1d):
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.conv1d(torch.cat([-input[..., -1:], input], -1), weight, bias)
 
 
 def doubled(module: Any) -> Any:
@@ -129,29 +100,18 @@ def twice(module: nn.Module, *args: Any) -> Any:
     return 2 * type(module).forward(module, *args)
 
 
-class Pixels(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Tanh(), nn.Conv1d(4, 3, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).mT
-
-
 MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "mlp": (mlp, (4,), set()),
     "cnn": (cnn, (2, 6, 6), set()),
     "tokens": (Tokens, (), set()),
     "attention": (lambda: SelfAttention(False), (3, 4), set()),
     "tagger": (lambda: Tokens(False), (), set()),
-    "pixels": (Pixels, (2, 4), set()),
     "per_position": (lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)), (4, 3), set()),
     "frn": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), FilterResponseNorm(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                               nn.Linear(4, 3)),
         (2, 5, 5), {"1.gamma", "1.beta", "1.tau"},
     ),
-    "vision_transformer": (VisionTransformer, (3, 2), {"token", "positions", "block.scale"}),
     "transposed": (
         lambda: nn.Sequential(nn.Linear(4, 8), nn.Unflatten(1, (2, 4)), nn.ConvTranspose1d(2, 3, 2), nn.PReLU(3),
                               nn.Flatten(), nn.Linear(15, 3)),
@@ -160,8 +120,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = 
     "by_hand": (ByHand, (4,), {"weights.0"}),
     "linear": (lambda: nn.Sequential(doubled(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, 3)), (4,),
                {"0.weight", "0.bias"}),
-    "by_a_method": (lambda: nn.Sequential(Padded(1, 2, 2), nn.Flatten(), nn.Tanh(), nn.Linear(8, 3)), (1, 4),
-                    {"0.weight", "0.bias"}),
 }  # fmt: skip
 
 

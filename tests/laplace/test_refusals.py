@@ -292,6 +292,8 @@ LOADERS: list[tuple[str, Any, type[Exception], str]] = [
     ("classification", [(X[:0], Y[:0])], ValueError, "gave no samples"),
     ("classification", [X], TypeError, r"\(inputs, targets\)"),
     ("classification", [{"x": X, "y": Y}], TypeError, "one of the names"),
+    ("classification", [{"x": X, "labels": Y, "targets": Y}], TypeError, "one of the names"),
+    ("classification", [{"x": "words", "labels": Y}], TypeError, "is a str"),
     ("classification", [(X, Y), (NAN, Y)], ValueError, "NaN or infinite"),
     ("classification", [(X, Y + 1)], ValueError, r"targets lie in \[1, 3\].*classes 0 to 2"),
     ("classification", [(X, Y - 100)], ValueError, "ignore_index"),

@@ -53,10 +53,10 @@ class Calibration:
         return self.evidence.nll > self.network.nll
 
     def __str__(self) -> str:
+        data = f"{self.samples} {'held-out' if self.held_out else 'training'} samples"
         text = (
-            f"NLL on {self.samples} {'held-out' if self.held_out else 'training'} samples: {self.network.nll:.4f} of "
-            f"the network, {self.evidence.nll:.4f} of Laplace by the evidence, {self.calibrated.nll:.4f} at temperature "
-            f"{self.temperature:.3g}"
+            f"NLL on {data}: {self.network.nll:.4f} of the network, {self.evidence.nll:.4f} by the evidence, "
+            f"{self.calibrated.nll:.4f} at temperature {self.temperature:.3g}"
         )
         if self.temperature > 0 and not math.isnan(self.standard_error):
             gain = self.network.nll - self.calibrated.nll
