@@ -69,8 +69,8 @@ class Judged:
 
     def choose(self, standard_errors: float) -> int:
         """The place of the best prediction, once so many standard errors are taken off the gain over the first."""
-        found = self.means + standard_errors * self.errors if standard_errors else self.means
-        return min(range(len(found)), key=lambda i: (math.isnan(found[i]), float(found[i])))
+        found = (self.means + standard_errors * self.errors if standard_errors else self.means).tolist()
+        return min(range(len(found)), key=lambda i: (math.isnan(found[i]), found[i]))
 
 
 def judge(fitted: FittedLaplace, loader: Iterable[Any], temperatures: list[float], **options: Any) -> Judged:
