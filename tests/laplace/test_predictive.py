@@ -120,14 +120,6 @@ def test_function_samples_are_the_tangent_model_at_weight_samples(name: str, cur
     torch.testing.assert_close(la.function_samples(x, 5, seed=3), expected, rtol=1e-8, atol=1e-10)
 
 
-def test_weight_samples_have_the_posterior_covariance() -> None:
-    la, _ = fitted(curvature="kfac")
-    drawn = torch.cat(list(la.posterior.draws(4000, 0)))
-    expected = dense_covariance(la)
-    assert float(drawn.mean(0).abs().max()) < 0.12
-    assert float((torch.cov(drawn.T) - expected).norm() / expected.norm()) < 0.12
-
-
 def test_samples_are_joint_over_inputs_batches_and_calls() -> None:
     la, x = fitted("cnn")
     together = la.function_samples(x, 6)

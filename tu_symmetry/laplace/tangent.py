@@ -132,10 +132,7 @@ class Linearization(NamedTuple):
 
 
 def normal(cotangent: Tensor) -> Tensor:
-    """Zero in place of entries below the root of the smallest normal number, relative to the largest.
-
-    On the way back through a network they would become subnormal numbers, with which processors are very slow.
-    """
+    """Zero in place of entries that would become subnormal on the way back, with which processors are very slow."""
     size = cotangent.abs()
     return torch.where(size < torch.finfo(cotangent.dtype).tiny ** 0.5 * size.amax(), 0, cotangent)
 
