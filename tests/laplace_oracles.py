@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
 from torch.nn import functional as F
 
-from tu_symmetry.laplace.blocks import CoupledBlock, Posterior
+from tu_symmetry.laplace.blocks import CoupledBlock
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 
@@ -178,11 +178,6 @@ def dense_covariance(la: LinearizedLaplace) -> Tensor:
     """Posterior covariance from the definition: ``(H / v + Lambda)^-1``."""
     precision = la.prior_groups.spread(la.log_precision.exp())
     return torch.linalg.inv(dense_curvature(la) / la.noise_variance + torch.diag(precision))
-
-
-def posterior_covariance(posterior: Posterior) -> Tensor:
-    """What the posterior's own products say, as one matrix."""
-    return posterior.covariance_product(torch.eye(posterior.size, dtype=torch.float64))
 
 
 def slot(la: LinearizedLaplace, name: str) -> slice:

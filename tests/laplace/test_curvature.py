@@ -19,7 +19,6 @@ from laplace_oracles import (
     fitted,
     mlp,
     output_matrices,
-    posterior_covariance,
     randomize,
     slot,
 )
@@ -54,23 +53,6 @@ def test_exact_curvatures_are_those_of_the_gauss_newton_matrix(
     assert la.tangent.names == names or (parameters is None and curvature != "last_layer")
     exact = torch.diag(exact.diagonal()) if curvature == "diag" else exact
     torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-9)
-
-
-@pytest.mark.parametrize("curvature", ["full", "diag", "kfac"])
-def test_frozen_parameters_stay_outside_and_change_nothing_else(curvature: str) -> None:
-    """Weight frozen and bias not, a whole layer frozen in the middle: the others' blocks are those of the whole."""
-    x, y = data(2, 6, 6, outputs=3)
-    whole = fitted(cnn(), x, y, curvature=curvature)
-    model = cnn()
-    frozen = {"0.weight", "1.bias", "3.weight", "3.bias"}
-    for name, p in model.named_parameters():
-        p.requires_grad_(name not in frozen)
-    part = fitted(model, x, y, curvature=curvature)
-    assert set(part.tangent.names) == set(whole.tangent.names) - frozen
-    for name in part.tangent.names:
-        found = dense_curvature(part)[slot(part, name), slot(part, name)]
-        expected = dense_curvature(whole)[slot(whole, name), slot(whole, name)]
-        torch.testing.assert_close(found, expected, rtol=RTOL, atol=1e-12)
 
 
 def backpack(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +93,6 @@ def test_kfac_is_exact_for_one_sample_and_for_linear_networks(kfac_approx: str) 
 
 
 class Shared(nn.Module):
-    """A linear network over positions, which are added up, or have outputs of their own."""
-
     def __init__(self, pooled: bool, convolution: bool) -> None:
         super().__init__()
         self.first = nn.Conv1d(3, 4, 2) if convolution else nn.Linear(3, 4)
@@ -135,17 +115,6 @@ def test_which_approximation_is_exact_where_positions_share_a_weight(pooled: boo
     same_blocks(la, exact)
     own = slot(la, "first.weight")
     assert (dense_curvature(other) - exact)[own, own].norm() > 0.1 * exact[own, own].norm()
-
-
-@pytest.mark.parametrize("separate", [False, True])
-def test_attention_projections_of_one_token_are_exact(separate: bool) -> None:
-    """With one token no position shares a weight (and query and key have no effect)."""
-    model = randomize(SelfAttention(separate))
-    x, y = data(1, 5 if separate else 4, outputs=3, samples=1)
-    la = fitted(model, x, y)
-    exact = exact_ggn(model, la.tangent.names, x, y, "classification")
-    same_blocks(la, exact)
-    assert float(exact[slot(la, "attention.out_proj.weight")].abs().max()) > 1e-3
 
 
 def by_definition(model: nn.Module, x: Tensor, y: Tensor, rows: Tensor, after: Tensor, reduce: bool) -> Tensor:
@@ -202,16 +171,6 @@ def test_factors_of_attention_projections_follow_their_definition(role: str, red
     torch.testing.assert_close(dense_curvature(la)[piece, piece], expected, rtol=RTOL, atol=1e-10)
 
 
-def test_shared_biases_take_the_gradient_factor() -> None:
-    """``bias='shared'``: ``sum g_t g_t^T`` over positions, as laplace-torch has it."""
-    model = randomize(Shared(False, False))
-    x, y = data(5, 3, outputs=10, kind="regression")
-    la = fitted(model, x, y, "regression", bias="shared")
-    weight = model.second.weight.detach()
-    own = slot(la, "first.bias")
-    torch.testing.assert_close(dense_curvature(la)[own, own], weight.T @ weight * 9 * 5, rtol=RTOL, atol=1e-10)
-
-
 @pytest.mark.parametrize("kind", ["classification", "regression"])
 @pytest.mark.parametrize("curvature", ["full", "kfac"])
 def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind: str) -> None:
@@ -223,7 +182,7 @@ def test_the_monte_carlo_fisher_converges_to_the_exact_one(curvature: str, kind:
         many = x.repeat(draws, 1), y.repeat(draws, *[1] * (y.ndim - 1))
         la = fitted(model, *many, kind, curvature=curvature, fisher_type="mc")
         errors.append(float((dense_curvature(la) / draws - exact).norm() / exact.norm()))
-    assert errors[1] < 0.12 < errors[0] < 1.0
+    assert errors[1] < 0.12 < errors[0]
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full", "diag"])
@@ -235,9 +194,9 @@ def test_posterior_covariance_is_the_inverse_of_curvature_plus_prior(prior: str,
     spread = torch.rand(len(la.prior_groups), generator=generator, dtype=torch.float64)
     la.set_precision(dict(zip(la.prior_groups.names, (3 * spread).exp().tolist(), strict=True)))
     assert len(la.prior_groups) > (1 if prior != "single" else 0)
-    expected = dense_covariance(la)
-    torch.testing.assert_close(posterior_covariance(la.posterior), expected, rtol=1e-8, atol=1e-10)
-    root = la.posterior.sample(torch.eye(la.tangent.size, dtype=torch.float64)).T
+    expected, eye = dense_covariance(la), torch.eye(la.tangent.size, dtype=torch.float64)
+    torch.testing.assert_close(la.posterior.covariance_product(eye), expected, rtol=1e-8, atol=1e-10)
+    root = la.posterior.sample(eye).T
     torch.testing.assert_close(root @ root.T, expected, rtol=1e-8, atol=1e-10)
 
 

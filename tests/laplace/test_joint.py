@@ -98,7 +98,7 @@ def test_the_longest_columns_are_chosen() -> None:
     assert (every.share, every.excess) == pytest.approx((1.0, 1.0))
 
 
-@pytest.mark.parametrize("prior", ["single", "per_layer", "diagonal"])
+@pytest.mark.parametrize("prior", ["single", "per_layer"])
 def test_all_rows_make_the_whole_curvature(prior: str) -> None:
     la = fit(prior=prior, curvature="diag")
     found = chunked(la)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, dense_curvature, exact_ggn, fitted, mlp, randomize
+from laplace_oracles import data, fitted, mlp, randomize
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,8 +27,6 @@ every_curvature = pytest.mark.parametrize("curvature", CURVATURES)
 
 
 class Around(nn.Module):
-    """Two layers with a function between, or after."""
-
     def __init__(
         self, between: Callable[[Tensor], Tensor] = torch.tanh, after: Callable[[Tensor], Any] = lambda h: h
     ) -> None:
@@ -73,42 +71,32 @@ def test_outputs_that_are_no_tensor_of_real_numbers(name: str, curvature: str) -
         fit(randomize(Around(after=after)), curvature=curvature)
 
 
-@every_curvature
-def test_dropout_that_is_always_on(curvature: str) -> None:
-    with pytest.raises(ValueError, match="change from call to call"):
-        fit(randomize(Around(between=lambda h: F.dropout(h, 0.3))), curvature=curvature)
-    fit(randomize(Around(between=nn.Dropout(0.3))), curvature=curvature)  # which evaluation mode switches off
-
-
-BETWEEN = [
-    lambda h: h - h.mean(0),
-    lambda h: F.batch_norm(h, None, None, training=True),
-    lambda h: h.cumsum(0),
-    lambda h: (h @ h.T).softmax(-1) @ h,
+BETWEEN: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (lambda h: F.dropout(h, 0.3), "change from call to call"),
+    (lambda h: h - h.mean(0), "depends on the other samples"),
+    (lambda h: F.batch_norm(h, None, None, training=True), "depends on the other samples"),
+    (lambda h: h.cumsum(0), "depends on the other samples"),
+    (nn.BatchNorm1d(5, track_running_stats=False).double(), r"between \(BatchNorm1d\).*running statistics"),
 ]
 
 
 @every_curvature
-@pytest.mark.parametrize("between", BETWEEN)
-def test_samples_that_depend_on_one_another(between: Callable[[Tensor], Tensor], curvature: str) -> None:
-    with pytest.raises(ValueError, match="depends on the other samples"):
+@pytest.mark.parametrize(("between", "message"), BETWEEN)
+def test_networks_that_are_no_function_of_a_sample(
+    between: Callable[[Tensor], Tensor], message: str, curvature: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
         fit(randomize(Around(between=between)), curvature=curvature)
-    norm = Around(between=nn.BatchNorm1d(5, track_running_stats=False)).double()
-    with pytest.raises(ValueError, match=r"between \(BatchNorm1d\).*running statistics"):
-        fit(norm, curvature=curvature)
+    fit(randomize(Around(between=nn.Dropout(0.3))), curvature=curvature)  # which evaluation mode switches off
 
 
 @pytest.mark.parametrize("curvature", ["kfac", "full"])
-@pytest.mark.parametrize("build", [Backbone, lambda: Around(between=lambda h: (8 * h).round())])
-def test_backbones_without_a_gradient_are_named(build: Callable[[], nn.Module], curvature: str) -> None:
-    model = randomize(build(), scale=1.5)
+def test_backbones_without_a_gradient_are_named(curvature: str) -> None:
+    model = randomize(Backbone(), scale=1.5)
     with pytest.raises(ValueError, match=r"depend on first\.weight, but it gets no gradient"):
         fit(model, curvature=curvature)
     model.first.requires_grad_(False)  # the way out that the message names
-    la = fit(model, curvature=curvature)
-    exact = exact_ggn(model, la.tangent.names, X, Y, "classification")
-    if curvature == "full":
-        torch.testing.assert_close(dense_curvature(la).diagonal(), exact.diagonal(), rtol=1e-9, atol=1e-11)
+    fit(model, curvature=curvature)
 
 
 class Keyword(nn.Module):
@@ -139,6 +127,11 @@ class SequenceFirst(nn.Module):
         return self.head(self.attention(x, x, x)[0].mean(0))
 
 
+class Doubled(nn.MultiheadAttention):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)[0]
+
+
 @pytest.mark.parametrize(
     ("build", "name"),
     [
@@ -146,6 +139,7 @@ class SequenceFirst(nn.Module):
         (Unused, "spare"),
         (SequenceFirst, "attention"),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.MultiheadAttention(4, 1, add_bias_kv=True)), "1 "),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Doubled(4, 1)), r"1 \(Doubled with a forward of its own\)"),
     ],
 )
 def test_modules_without_factors_are_refused_by_name_with_a_way_out(build: Callable[[], nn.Module], name: str) -> None:
@@ -266,16 +260,11 @@ def test_single_precision_has_all_its_digits(curvature: str, interface: str) -> 
     assert seen and all(precisions == ["ieee"] * 4 for precisions in seen)
 
 
-def replaced(model: Any) -> None:
-    model.first.weight = nn.Parameter(model.first.weight.detach() + 0.1)
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "data_in_place": lambda m: m.first.weight.data.mul_(1.5),
-    "permuted": lambda m: m.first.weight.data.copy_(m.first.weight.data.flip(0)),
     "one_entry": lambda m: m.first.weight.data[2, 1].mul_(1 + 1e-15),
     "buffer": lambda m: m.between.running_mean.data[3].add_(0.1),
-    "replaced": replaced,
+    "replaced": lambda m: setattr(m.first, "weight", nn.Parameter(m.first.weight.detach() + 0.1)),
 }
 
 
@@ -303,6 +292,8 @@ LOADERS: list[tuple[str, Any, type[Exception], str]] = [
     ("classification", [(X[:0], Y[:0])], ValueError, "gave no samples"),
     ("classification", [X], TypeError, r"\(inputs, targets\)"),
     ("classification", [{"x": X, "y": Y}], TypeError, "one of the names"),
+    ("classification", [{"x": X, "labels": Y, "targets": Y}], TypeError, "one of the names"),
+    ("classification", [{"x": "words", "labels": Y}], TypeError, "is a str"),
     ("classification", [(X, Y), (NAN, Y)], ValueError, "NaN or infinite"),
     ("classification", [(X, Y + 1)], ValueError, r"targets lie in \[1, 3\].*classes 0 to 2"),
     ("classification", [(X, Y - 100)], ValueError, "ignore_index"),

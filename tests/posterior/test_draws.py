@@ -162,9 +162,8 @@ def blobs(count: int = 60) -> DataLoader:
 def test_laplace_draws_have_its_covariance(curvature: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3))
-    la = tus.LinearizedLaplace(copy.deepcopy(model), curvature=curvature, prior_precision=2.0, prior="single").fit(
-        blobs()
-    )
+    la = tus.LinearizedLaplace(copy.deepcopy(model), curvature=curvature, prior="single").fit(blobs())
+    la.set_precision(2.0)
     found = network_draws(la, 4000, seed=0)
     assert found.method == "laplace" and found.states.keys() == model.state_dict().keys()
     for name, own in model.state_dict().items():

@@ -63,17 +63,15 @@ class Judged:
         if self.samples < 2:
             return torch.full_like(self.means, math.inf).index_fill(0, torch.tensor(0, device=self.nll.device), 0.0)
         differences = self.nll - self.nll[0]
-        sums = torch.cat([differences.sum(1), self.observations.sum(0, keepdim=True)])
-        all_reduce(sums)
-        means = sums[:-1] / sums[-1]
+        means, count = self.means - self.means[0], self.observations.sum()
         squares = (differences - means.unsqueeze(1) * self.observations).square().sum(1)
-        all_reduce(squares)
-        return (squares * self.samples / (self.samples - 1)).sqrt() / sums[-1]
+        all_reduce(squares, count)
+        return (squares * self.samples / (self.samples - 1)).sqrt() / count
 
     def choose(self, standard_errors: float) -> int:
         """The place of the best prediction, once so many standard errors are taken off the gain over the first."""
-        found = self.means + standard_errors * self.errors if standard_errors else self.means
-        return min(range(len(found)), key=lambda i: (math.isnan(found[i]), float(found[i])))
+        found = (self.means + standard_errors * self.errors if standard_errors else self.means).tolist()
+        return min(range(len(found)), key=lambda i: (math.isnan(found[i]), found[i]))
 
 
 def judge(

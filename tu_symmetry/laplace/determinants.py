@@ -36,14 +36,10 @@ class Hyperprior:
 
     The center ``c_g`` is the group's number of weights over their squared norm at the linearization point, so that the
     predictive stays where normalized weights are multiplied by a factor (Proposition 3).
-
-    Attributes:
-        std: standard deviation of the log precision in nats, one decade by default; infinite for a flat prior.
-        cap: largest factor between a precision and its center.
     """
 
-    std: float = math.log(10)
-    cap: float = 1e6
+    std: float = math.log(10)  # of the log precision in nats, one decade; infinite for a flat prior
+    cap: float = 1e6  # largest factor between a precision and its center
 
     def __post_init__(self) -> None:
         if not self.std > 0 or not self.cap > 1:

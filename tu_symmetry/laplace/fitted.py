@@ -43,18 +43,7 @@ class FittedCurvature:
 
 @dataclass(frozen=True, eq=False)
 class FittedLaplace:
-    """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at.
-
-    Attributes:
-        center: the hyperprior's center of each precision, float64 ``[groups]``.
-        log_precision: log of the precisions, float64 ``[groups]``.
-        solution: the weights ``theta`` and how well they solve their problem.
-        state: a copy of the network's weights and buffers at the fit.
-        noise_variance: the variance of a regression's noise (1 for another likelihood).
-        noise_fixed: whether the noise variance was given.
-        temperature: factor of the posterior covariance in predictions; the evidence knows nothing of it.
-        sharpness: power of the likelihood in predictions: logits times it, the noise's variance over it.
-    """
+    """A network, the curvature at its weights, prior precisions, and the weights that the evidence is evaluated at."""
 
     tangent: TangentModel
     likelihood: Likelihood
@@ -62,15 +51,15 @@ class FittedLaplace:
     curvature: FittedCurvature
     prior: Prior
     evaluate_at: EvaluateAt
-    center: Tensor
-    log_precision: Tensor
+    center: Tensor  # the hyperprior's center of each precision, float64 [groups]
+    log_precision: Tensor  # float64 [groups]
     solution: Mode
-    state: Mapping[str, Tensor]
-    noise_variance: float = 1.0
-    noise_fixed: bool = False
+    state: Mapping[str, Tensor]  # a copy of the network's weights and buffers at the fit
+    noise_variance: float = 1.0  # of a regression
+    noise_fixed: bool = False  # whether the noise variance was given
     hyperprior: Hyperprior = FLAT
-    temperature: float = 1.0
-    sharpness: float = 1.0
+    temperature: float = 1.0  # factor of the posterior covariance in predictions; the evidence knows nothing of it
+    sharpness: float = 1.0  # power of the likelihood in predictions: logits times it, the noise's variance over it
 
     @classmethod
     def begin(

@@ -237,9 +237,8 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(covariance)
     root = (vectors * values.clamp(min=0).sqrt().unsqueeze(-2)) @ vectors.mT
-    points = torch.quasirandom.SobolEngine(covariance.shape[-1], scramble=True, seed=seed).draw(
-        count, dtype=torch.float64
-    )
+    engine = torch.quasirandom.SobolEngine(covariance.shape[-1], scramble=True, seed=seed)
+    points = engine.draw(count, dtype=torch.float64)
     noise = torch.special.ndtri(points.clamp(1e-12, 1 - 1e-12)).to(covariance)
     return torch.einsum("...cd,sd->s...c", root, noise)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -79,13 +79,7 @@ class PriorGroups:
 def prior_groups(
     slots: Mapping[str, Slot], prior: Prior, normalizations: Sequence[NormalizationGroup] = ()
 ) -> PriorGroups:
-    """Partition the parameters for a kind of prior; ``per_group`` by the normalization groups.
-
-    Raises:
-        ValueError: another kind of prior.
-    """
-    if prior not in get_args(Prior):
-        raise ValueError(f"prior={prior!r} is not known; choose one of {get_args(Prior)}")
+    """Partition the parameters for a kind of prior; ``per_group`` by the normalization groups."""
     if prior == "per_group":
         return PriorGroups(slots, dict.fromkeys(slots, REST) | _joined(slots, normalizations))
     if prior == "single":

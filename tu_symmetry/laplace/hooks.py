@@ -22,11 +22,7 @@ _INSTEAD = "leave it out with parameters=[...], or use curvature='diag' or 'full
 
 
 class Watch:
-    """A network whose layers are watched, see :func:`watching`.
-
-    ``outputs`` is the number of entries of all layers' outputs in the last pass, ``repeated`` the names of the layers
-    that were called again.
-    """
+    """A network whose layers are watched, see :func:`watching`."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[Layer], on_input: Callable[[Layer, Tensor], None], once: bool
@@ -37,9 +33,9 @@ class Watch:
         self.running = False  # only the forward pass itself is watched, and no module that is run again later
         self.leaves: list[Tensor] = []
         self.seen: set[str] = set()
-        self.repeated: set[str] = set()
+        self.repeated: set[str] = set()  # layers that were called again
         self.batch = -1
-        self.outputs = 0
+        self.outputs = 0  # entries of all layers' outputs in the last pass
 
     def forward(self, inputs: Any, batch: int) -> Tensor:
         """The network's outputs for ``batch`` samples, with what :meth:`backward` needs."""

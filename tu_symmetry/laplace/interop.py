@@ -88,11 +88,8 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
             f"{type(other).__name__} is no fitted KronLaplace; Laplace(model, likelihood, subset_of_weights='all', "
             "hessian_structure='kron') followed by fit(train_loader) makes one"
         )
-    shifted = bool(torch.as_tensor(other.prior_mean).any())
-    if other.temperature != 1 or other.damping or shifted:
-        raise ValueError(
-            "a temperature other than 1, damping or a prior mean of the KronLaplace has no counterpart here"
-        )
+    if other.temperature != 1 or other.damping or bool(torch.as_tensor(other.prior_mean).any()):
+        raise ValueError("temperature, damping and prior_mean of the KronLaplace have no counterpart here")
     precision = other.prior_precision.reshape(-1).double().cpu()
     shared = len(precision) == 1
     tangent = TangentModel(other.model, select_parameters(other.model, None))

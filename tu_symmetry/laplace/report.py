@@ -37,29 +37,17 @@ class Quality:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What :meth:`LinearizedLaplace.calibrate` found; as text, a small table.
-
-    Attributes:
-        samples: those of the held-out data, over all processes.
-        sharpness: that of the calibrated predictions.
-        network: quality of the network itself.
-        scaled: quality of the network with the sharpness that is best without a posterior (temperature scaling).
-        evidence: quality of the posterior whose precisions the evidence chose, without calibration.
-        calibrated: quality at the temperature and sharpness that were chosen.
-        held_out: whether the network was not trained on these data.
-        standard_error: that of the difference between the NLLs of the calibrated posterior and of the scaled network
-            (nats).
-    """
+    """What :meth:`LinearizedLaplace.calibrate` found; as text, a small table."""
 
     temperature: float
     sharpness: float
-    samples: int
-    network: Quality
-    scaled: Quality
-    evidence: Quality
+    samples: int  # of the held-out data, over all processes
+    network: Quality  # the network itself
+    scaled: Quality  # the network with the sharpness that is best without a posterior (temperature scaling)
+    evidence: Quality  # the posterior whose precisions the evidence chose, without calibration
     calibrated: Quality
-    held_out: bool = True
-    standard_error: float = math.nan
+    held_out: bool = True  # whether the network was not trained on these data
+    standard_error: float = math.nan  # of the calibrated posterior's gain over the scaled network (nats)
 
     @property
     def hurts(self) -> bool:
@@ -84,46 +72,28 @@ class Calibration:
 
 @dataclass(frozen=True)
 class GroupReport:
-    """What the evidence found for one prior group.
-
-    Attributes:
-        size: number of weights.
-        center: where the hyperprior puts the precision.
-        gamma: effective number of directions that the data determine, between 0 and ``size``.
-        squared_norm: ``||theta*||^2`` (``||theta~||^2`` at ``map``).
-        at_cap: whether the precision is at the hyperprior's bound.
-        pruned: whether the data determine less than half a direction, or the precision is at its upper bound.
-    """
+    """What the evidence found for one prior group."""
 
     name: str
-    size: int
+    size: int  # number of weights
     precision: float
-    center: float
-    gamma: float
-    squared_norm: float
-    at_cap: bool
-    pruned: bool
+    center: float  # where the hyperprior puts the precision
+    gamma: float  # effective number of directions that the data determine, between 0 and size
+    squared_norm: float  # ||theta*||^2 (||theta~||^2 at `map`)
+    at_cap: bool  # whether the precision is at the hyperprior's bound
+    pruned: bool  # whether the data determine less than half a direction, or the precision is at its upper bound
 
 
 @dataclass(frozen=True)
 class EvidenceResult:
-    """What :meth:`LinearizedLaplace.optimize_evidence` did.
+    """What :meth:`LinearizedLaplace.optimize_evidence` did."""
 
-    Attributes:
-        log_marginal_likelihood: at the point that was reached (nats), without the hyperprior.
-        iterations: number of directions of the weights that were tried.
-        change: largest change of a log precision in the last iteration.
-        gradient_norm: distance of the weights from their mode in posterior standard deviations; 0 at ``map``.
-        converged: whether both tolerances were met.
-        gap: certificate: ``log_marginal_likelihood`` at these precisions is at most so much higher (nats).
-    """
-
-    log_marginal_likelihood: float
-    iterations: int
-    change: float
-    gradient_norm: float
-    converged: bool
-    gap: float = 0.0
+    log_marginal_likelihood: float  # at the point that was reached (nats), without the hyperprior
+    iterations: int  # number of directions of the weights that were tried
+    change: float  # largest change of a log precision in the last iteration
+    gradient_norm: float  # distance of the weights from their mode in posterior standard deviations; 0 at `map`
+    converged: bool  # whether both tolerances were met
+    gap: float = 0.0  # certificate: the evidence at these precisions is at most so much higher (nats)
 
 
 def warn_about(result: EvidenceResult, rows: Sequence[GroupReport], *, stacklevel: int) -> None:

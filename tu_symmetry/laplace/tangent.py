@@ -132,10 +132,7 @@ class Linearization(NamedTuple):
 
 
 def normal(cotangent: Tensor) -> Tensor:
-    """Zero in place of entries below the root of the smallest normal number, relative to the largest.
-
-    On the way back through a network they would become subnormal numbers, with which processors are very slow.
-    """
+    """Zero in place of entries that would become subnormal on the way back, with which processors are very slow."""
     size = cotangent.abs()
     return torch.where(size < torch.finfo(cotangent.dtype).tiny ** 0.5 * size.amax(), 0, cotangent)
 
@@ -345,12 +342,11 @@ class LastLayerModel(TangentModel):
         self.layer = layer
         self._weight, self._bias = (f"{layer}.{leaf}" if layer else leaf for leaf in ("weight", "bias"))
         names = [self._weight] if module.bias is None else [self._weight, self._bias]
-        known = {name for name, _ in model.named_parameters()}
-        if not known.issuperset(names):
-            lacking = " and ".join(name for name in names if name not in known)
+        lacking = set(names) - {name for name, _ in model.named_parameters()}
+        if lacking:
             raise ValueError(
-                f"the last layer {layer!r} does not own its {lacking}: tied to another layer, or parametrized "
-                "(weight_norm). It has no closed form then; choose curvature='full' or 'diag' with parameters=[...]"
+                f"the last layer {layer!r} does not own its {' and '.join(sorted(lacking))}: tied to another layer, or "
+                "parametrized (weight_norm); choose curvature='full' or 'diag' with parameters=[...]"
             )
         super().__init__(model, names, class_axis=class_axis)
 
