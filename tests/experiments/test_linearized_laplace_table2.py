@@ -9,7 +9,6 @@ import pytest
 import torch
 from recipe_runs import assert_goes_on, commands_of, plant_images, run_table
 from torch.func import functional_call
-from tu_symmetry.experiments.linearized_laplace.residual import StoredJacobian, read_choices
 
 from tu_symmetry.datamodules import CIFARDataModule
 from tu_symmetry.evaluation import Batches
