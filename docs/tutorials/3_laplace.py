@@ -21,8 +21,8 @@ from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.functional.classification import binary_auroc
 from torch_uncertainty.routines import ClassificationRoutine
+from torchmetrics.functional.classification import binary_auroc
 
 from tu_symmetry import FitLaplace
 from tu_symmetry.routines import EpistemicCriterion, LaplacePostProcessing
@@ -101,8 +101,8 @@ print(callback.calibration)
 # ``epistemic`` is a score and no probability: the mutual information of label and weights, by the posterior of the
 # evidence, whatever the temperature. Against it stands the entropy of the network's own probabilities. New digits look
 # like those that the network knows, and the network is unsure of them: its entropy is the better score. Inverted and
-# turned images are far from all that it was trained on; the network is sure of them nevertheless, and only the posterior
-# says that it should not be.
+# turned images are far from all that it was trained on; the network is sure of them nevertheless, and only the
+# posterior says that it should not be.
 
 routine.eval()
 known = data.testing.tensors[0]
@@ -126,17 +126,18 @@ def area(score, inputs: torch.Tensor) -> float:
 
 
 for name, inputs in kinds.items():
-    print(f"{name}: AUROC {area(entropy, inputs):.2f} by the network's entropy, {area(laplace.epistemic, inputs):.2f} by Laplace")
+    plain, bayes = area(entropy, inputs), area(laplace.epistemic, inputs)
+    print(f"{name}: AUROC {plain:.2f} by the network's entropy, {bayes:.2f} by Laplace")
 
 # %%
 # The two scores, of known digits and of each kind. A score tells a kind apart where its curve lies right of the black
 # one.
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-for axis, (title, score) in zip(axes, {"network": entropy, "Laplace": laplace.epistemic}.items()):
+for axis, (title, score) in zip(axes, {"network": entropy, "Laplace": laplace.epistemic}.items(), strict=True):
     for name, inputs in {"known digits": known, **kinds}.items():
-        values = score(inputs).sort().values
-        axis.plot(values, torch.linspace(0, 1, len(values)), color="black" if name == "known digits" else None, label=name)
+        values, color = score(inputs).sort().values, "black" if name == "known digits" else None
+        axis.plot(values, torch.linspace(0, 1, len(values)), color=color, label=name)
     axis.set(xlabel=("entropy" if title == "network" else "mutual information") + " (nats)", title=title)
 axes[0].set(ylabel="share of images below")
 axes[1].legend()

@@ -47,7 +47,10 @@ class LaplacePostProcessing(PostProcessing):
     ) -> None:
         super().__init__()
         check_link_approx(link_approx)
-        self.predictive_options = {"num_samples": num_samples, "link_approx": link_approx}  # for the temperature too
+        self.predictive_options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "link_approx": link_approx,
+        }  # calibrate's too
         self.last_inputs: Tensor | None = None
         self.attach_laplace(laplace)
 
