@@ -606,7 +606,7 @@ def test_a_test_with_a_loader_of_its_own_knows_the_data_of_the_training(tmp_path
     assert first is not None and callback.calibration is not None and callback.calibration.held_out
     run.test(model, test, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=False)
     again = callback.laplace
-    assert again is not None and again.fitted.snapshot.fingerprint != first.fitted.snapshot.fingerprint
+    assert again is not None and not torch.equal(again.fitted.center, first.fitted.center)
     assert again.summary.samples == first.summary.samples == SAMPLES
     expected = by_hand(model.model, evaluate_at="map")  # in batches of another size, and without a temperature
     torch.testing.assert_close(again.log_precision, expected.log_precision, rtol=1e-3, atol=2e-3)

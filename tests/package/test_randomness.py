@@ -171,7 +171,7 @@ NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
     "Alignment", "CanonicalForm", "Certificate", "DualPredictive", "GaussianPredictive", "LossBarrier", "MassProfile",
     "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SymmetryGraph",  # what comes back
-    "Bernoulli", "Categorical", "HeteroscedasticGaussian",  # options of an approximation, numbers only
+    "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own
     "LaplaceMixture",  # with LinearizedLaplace
