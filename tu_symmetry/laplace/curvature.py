@@ -30,7 +30,7 @@ from tu_symmetry.laplace.inputs import batch_size, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer
 from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.patches import ShiftedGrams, gram
-from tu_symmetry.laplace.tangent import Slot, TangentModel, evaluating
+from tu_symmetry.laplace.tangent import LastLayerModel, Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
@@ -92,23 +92,31 @@ def fit_curvature(
     if form_of(tangent, options) == "kfac":
         layers = find_layers(tangent.model, [name for name in tangent.names if name not in whole])
     factors = {layer.name: _Factors(layer, options) for layer in layers}
+    last = tangent if isinstance(tangent, LastLayerModel) and layers else None
     exact = _Exact(tangent, options, whole)
     generator = torch.Generator().manual_seed(0)
     found, device = Summary(0, 0.0, 0, 0), tangent.point().device
     totals = torch.zeros(2, dtype=torch.float64, device="cpu")
     with (
         evaluating(tangent.model),
-        watching(tangent.model, layers, lambda layer, inputs: factors[layer.name].observe(inputs)) as watch,
+        watching(
+            tangent.model, [] if last else layers, lambda layer, inputs: factors[layer.name].observe(inputs)
+        ) as watch,
         together(device),
     ):
         for number, (inputs, targets) in enumerate(batches(loader if first_pass is None else first_pass, device), 1):
             count = batch_size(inputs)
-            watched = tangent.checked(watch.forward(inputs, count), count) if layers else tangent.outputs(inputs)
-            outputs = watched.detach()
-            checked = likelihood.targets(outputs, targets)
-            root = likelihood.root(outputs, checked, options.fisher_type, generator)
-            watch.backward(watched, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
-            exact.count(inputs, root)
+            if last is not None:  # no pass backward: gradients of its outputs are those of the network's
+                features, outputs = last.features(inputs)
+                checked = likelihood.targets(outputs, targets)
+                factors[layers[0].name].last_layer(features, outputs, checked, likelihood, options, generator)
+            else:
+                watched = tangent.checked(watch.forward(inputs, count), count) if layers else tangent.outputs(inputs)
+                outputs = watched.detach()
+                checked = likelihood.targets(outputs, targets)
+                root = likelihood.root(outputs, checked, options.fisher_type, generator)
+                watch.backward(watched, root, lambda _, layer, gradient: factors[layer.name].gradient(gradient))
+                exact.count(inputs, root)
             loss = float(likelihood.loss(outputs, checked).sum().double())
             if not math.isfinite(loss):
                 raise ValueError(f"the loss of batch {number} is {loss}: outputs or targets are not finite")
@@ -212,6 +220,28 @@ class _Factors(_Sums):
             self.inputs.add(inputs)
         else:
             self.rows = None if self.layer.weight is None else self.layer.rows(inputs)
+
+    def last_layer(
+        self,
+        features: Tensor,
+        outputs: Tensor,
+        targets: Tensor,
+        likelihood: Likelihood,
+        options: Options,
+        generator: torch.Generator,
+    ) -> None:
+        """Where the layer's outputs are the network's: the sum of their Hessians, or the columns of its root."""
+        self.observe(features)
+        if options.fisher_type != "type-2" or outputs.ndim > 2:
+            for column in likelihood.root(outputs, targets, options.fisher_type, generator):
+                self.gradient(column)
+            return
+        eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
+        rows = [likelihood.hessian_product(outputs, targets, row.expand_as(outputs)).sum(0) for row in eye]
+        hessian = torch.stack(rows)
+        self.add("outputs", hessian.unsqueeze(0).clone())
+        if self.layer.bias is not None and not self.shared:
+            self.add("bias", hessian if len(hessian) <= self.dense_limit else hessian.diagonal().clone())
 
     def gradient(self, gradient: Tensor) -> None:
         layer = self.layer

@@ -21,7 +21,7 @@ from tu_symmetry.laplace.inputs import batch_size, mapped, rows_of
 from tu_symmetry.laplace.layers import EmbeddingLayer, Layer, MatrixLayer, Part
 from tu_symmetry.laplace.likelihood import LinkApprox
 from tu_symmetry.laplace.outputs import class_axis_of
-from tu_symmetry.laplace.tangent import TangentModel, evaluating, jacobians
+from tu_symmetry.laplace.tangent import LastLayerModel, TangentModel, evaluating, jacobians
 from tu_symmetry.memory import require_memory
 
 Covariance = Literal["auto", "exact", "samples"]
@@ -44,6 +44,10 @@ def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Ten
     """
     tangent, layers = fitted.tangent, fitted.layers
     with evaluating(tangent.model):
+        if isinstance(tangent, LastLayerModel) and in_closed_form(fitted):
+            features, outputs = tangent.features(inputs)
+            _require_room(outputs, 0)
+            return outputs, _last_layer_covariance(fitted.posterior, features, outputs)
         outputs = tangent.outputs(inputs)
         shape = outputs.shape[1:]
         width = shape.numel()
@@ -64,6 +68,48 @@ def function_covariance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Ten
             if other.names:
                 pieces[-1] += _dense_covariance(other, fitted.posterior, some, shape)
     return outputs, torch.cat(pieces)
+
+
+def in_closed_form(fitted: FittedLaplace) -> bool:
+    """Whether this is a last layer with Kronecker factors, whose inputs give everything."""
+    return isinstance(fitted.tangent, LastLayerModel) and fitted.layers is not None
+
+
+def function_variance(fitted: FittedLaplace, inputs: Any) -> tuple[Tensor, Tensor]:
+    """Outputs and the diagonals of their covariances, in the outputs' shape; as :func:`function_covariance`."""
+    tangent, posterior = fitted.tangent, fitted.posterior
+    if not isinstance(tangent, LastLayerModel) or not in_closed_form(fitted):
+        outputs, matrix = function_covariance(fitted, inputs)
+        return outputs, matrix.diagonal(dim1=-2, dim2=-1).reshape(outputs.shape)
+    with evaluating(tangent.model):
+        features, outputs = tangent.features(inputs)
+    variance = torch.zeros_like(outputs)
+    for block in posterior.blocks:
+        if isinstance(block, KroneckerBlock):
+            own = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
+            variance = variance + (features @ block.inputs[0]).square() @ own.mT @ block.outputs[0].square().mT
+        else:
+            eye = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+            variance = variance + block.whiten(eye, posterior.log_precision, posterior.noise).square().sum(-1)
+    return outputs, variance
+
+
+def _last_layer_covariance(posterior: Posterior, features: Tensor, outputs: Tensor) -> Tensor:
+    """By the Kronecker factors of a linear layer, and its bias's block; positions share the weights, in pairs."""
+    count, width = len(outputs), outputs.shape[-1]
+    rows = features.reshape(count, -1, features.shape[-1])
+    covariance = outputs.new_zeros(count, rows.shape[1], width, rows.shape[1], width)
+    for block in posterior.blocks:
+        if isinstance(block, KroneckerBlock):
+            own, basis = rows @ block.inputs[0], block.outputs[0]
+            variance = block.precisions(posterior.log_precision, posterior.noise)[0].reciprocal()
+            pairs = torch.einsum("ntf,nuf,of->ntuo", own, own, variance)
+            covariance += ((pairs.unsqueeze(-2) * basis) @ basis.mT).transpose(2, 3)
+        else:
+            eye = torch.eye(width, dtype=outputs.dtype, device=outputs.device)
+            white = block.whiten(eye, posterior.log_precision, posterior.noise)
+            covariance += (white @ white.mT).unsqueeze(1)
+    return covariance.flatten(3, 4).flatten(1, 2)
 
 
 def function_samples(fitted: FittedLaplace, inputs: Any, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -243,9 +289,11 @@ def gaussian_samples(covariance: Tensor, count: int, seed: int) -> Tensor:
     return torch.einsum("...cd,sd->s...c", root, noise)
 
 
-def _exact_is_cheap(fitted: FittedLaplace) -> bool:
+def _exact_is_cheap(fitted: FittedLaplace, sampled: bool) -> bool:
     """Few outputs; apart from Kronecker factors, not too large a Jacobian of one sample."""
     outputs = fitted.summary.outputs
+    if not sampled and in_closed_form(fitted):
+        return True
     return outputs <= _EXACT_OUTPUTS and (fitted.layers is not None or outputs * fitted.tangent.size <= _EXACT_ENTRIES)
 
 
@@ -279,11 +327,14 @@ def tempered_predictives(
         with evaluating(fitted.model):
             mean = fitted.tangent.outputs(inputs)
         variance = torch.zeros_like(mean)
-    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted)):
-        mean, joint = function_covariance(fitted, inputs)
-        matrix = within_positions(mean, joint)
-        variance = matrix.diagonal(dim1=-2, dim2=-1)
-        deviations = gaussian_samples(matrix, num_samples, seed) if sampled else None
+    elif covariance == "exact" or (covariance == "auto" and _exact_is_cheap(fitted, sampled)):
+        if sampled:
+            mean, joint = function_covariance(fitted, inputs)
+            matrix = within_positions(mean, joint)
+            variance = matrix.diagonal(dim1=-2, dim2=-1)
+            deviations = gaussian_samples(matrix, num_samples, seed)
+        else:
+            mean, variance = function_variance(fitted, inputs)
     else:
         mean, changes = function_samples(fitted, inputs, num_samples, seed)
         variance = changes.square().mean(0)
