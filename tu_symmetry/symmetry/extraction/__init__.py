@@ -60,7 +60,6 @@ def _named(forest: Forest, members: Members, order: Sequence[str]) -> list[Permu
     rank = {name: k for k, name in enumerate(order)}
 
     def first(color: int) -> tuple[bool, int]:
-        """The first member: the first parameter that units index along its first axis, or the first one at all."""
         return min((m.axis != 0, rank[m.parameter]) for m in members[color])
 
     moving = [node for node in forest.nodes.values() if forest.proper(node) and members.get(node.color)]

@@ -137,7 +137,6 @@ def _with_positions(call: Call, value: Value) -> list[Value]:
 
 @register_rule("torchvision.roi_align", "torchvision.roi_pool", "grid_sampler")
 def _sample(call: Call) -> list[Value]:
-    """Each channel pooled over regions, of which each names its image, or read at positions that are computed."""
     value: Value = call["input"]
     call.pin("rois", "regions of an image")
     call.pin("grid", "positions in an image")

@@ -70,7 +70,6 @@ def times(scale: tuple[Term, ...], factor: float) -> tuple[Term, ...]:
 @register_rule("maximum minimum fmax fmin", traits=("combines",))
 @register_rule("dropout feature_dropout alpha_dropout positive float half double", traits=("moves", "same"))
 def _homogeneous(call: Call) -> list[Value]:
-    """A positive factor of the operands, the same for all, is one of the result."""
     return [elementwise(call, homogeneous=True)] * len(call.outputs)
 
 

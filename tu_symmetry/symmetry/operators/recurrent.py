@@ -68,7 +68,6 @@ def _cell(call: Call) -> list[Value]:
 
 @register_rule("_pack_padded_sequence")
 def _pack(call: Call) -> list[Value]:
-    """The steps of all sequences, one below the other, and how many sequences each step has (their lengths tell)."""
     ledger, value = call.ledger, call["input"]
     call.pin("lengths", "lengths of sequences")
     for _ in range(2):
@@ -105,7 +104,6 @@ def _gates(call: Call, source: Value, w_ih: Value, w_hh: Value, biases: list[Val
 
 
 def _of_samples(value: Value, axis: int, batch: Samples) -> Value:
-    """The value with the label of the samples, which an operator passes on as they are, along one of its axes."""
     label = tuple(along(c.reshape(-1), axis, value.ndim) for c in batch[0])
     return value.with_axis(axis, label=label, reason=batch[1])
 
