@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cases import CASES, Case
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from zoo import Net, assert_equal_states, every_case, named, outputs, relative, scale_only, small, weights
 
 import tu_symmetry as tus
-from tu_symmetry.scaling.masses import MassTables
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -101,31 +99,6 @@ def test_fixed_normalizations_make_the_form_constant_on_whole_orbits(case: Case,
                 total.index_add_(0, number[held], form.state[name].square()[held])
         if method == "min_mass" or all(m.axis == 0 for m in group.members):
             torch.testing.assert_close(total, torch.full_like(total, filters_of(graph, group)))
-
-
-@every_case
-def test_gradient_and_curvature_match_autograd(case: Case) -> None:
-    _, graph, state = weights(case)
-    tables = MassTables(graph, state, normalizations=True)
-    point = 0.3 * torch.randn(tables.count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    direction = torch.randn(tables.count, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-    def total(s: Tensor) -> Tensor:
-        """The definition, on scaled weights."""
-        padded = torch.cat([s, s.new_zeros(1)])
-        mass = torch.zeros((), dtype=torch.float64)
-        for name in graph.shapes:
-            if name not in graph.buffers and state[name].is_floating_point():
-                log_factor = sum((t.exponent * padded[t.index] for t in graph.scale_terms.get(name, ())), 0 * padded[0])
-                mass = mass + (state[name] * log_factor.exp()).square().sum()
-        return mass
-
-    at = tables.at(point.numpy())
-    assert at.value == pytest.approx(float(total(point)), rel=1e-12)
-    product = torch.autograd.functional.vhp(total, point, direction)[1]
-    np.testing.assert_allclose(at.gradient(), torch.func.grad(total)(point), rtol=1e-10, atol=1e-12)
-    np.testing.assert_allclose(at.curvature_product(direction.numpy()), product, rtol=1e-10, atol=1e-12)
-    assert bool((at.curvature_diagonal() >= 0).all())
 
 
 def test_a_hidden_unit_balances_its_sides() -> None:

@@ -11,13 +11,12 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import Net, discovered, every_case, named, outputs, relative, small, weights
+from zoo import discovered, every_case, named, outputs, relative, small, weights
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry import action
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.groups import PermutationGroup
-from tu_symmetry.symmetry.operators.pointwise import elementwise
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -115,30 +114,6 @@ def test_a_stack_of_states_is_permuted_sample_by_sample() -> None:
     moved = tus.apply_permutation(graph, p, stack)
     for k, state in enumerate(states):
         assert_same({n: t[k] for n, t in moved.items()}, tus.apply_permutation(graph, p, state))
-
-
-@torch.library.custom_op("tus_test::swish2", mutates_args=())
-def swish2(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(2 * x)
-
-
-@swish2.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def test_a_rule_of_ones_own_frees_what_was_pinned() -> None:
-    def custom(self: Any, x: Tensor) -> Tensor:
-        return self.b(torch.ops.tus_test.swish2(self.a(x)))
-
-    model, x = Net(custom, a=nn.Linear(4, 6), b=nn.Linear(6, 2)), torch.randn(3, 4)
-    pinned = tus.discover_symmetries(model, x)
-    assert pinned.permutations == () and pinned.unknown_operators == ("tus_test.swish2",)
-    assert "tus_test.swish2" in str(pinned) and any("swish2" in p.reason for p in pinned.pinned)
-    tus.register_rule("tus_test.swish2")(elementwise)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
-    assert [g.size for g in graph.permutations] == [6]
 
 
 @pytest.mark.parametrize(

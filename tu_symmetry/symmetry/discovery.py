@@ -120,16 +120,9 @@ def discover_symmetries(
             pin_what_could_meet(ledger, name, shapes[name])
         permutations, pinned = permutation_groups(ledger, list(aliases))
         scales, normalizations, terms = scale_groups(ledger, list(aliases), shapes, empty.buffers)
-        found = replace(
-            empty,
-            permutations=tuple(permutations),
-            scales=scales,
-            normalizations=normalizations,
-            pinned=(*pinned, *idle),
-            scale_terms=terms,
-            unknown_operators=tuple(ledger.unknown),
-        )
-        return found, ledger
+        groups = {"permutations": tuple(permutations), "scales": scales, "normalizations": normalizations}
+        pins, unknown = (*pinned, *idle), tuple(ledger.unknown)
+        return replace(empty, **groups, pinned=pins, scale_terms=terms, unknown_operators=unknown), ledger
 
     graph, ledger = _best(read)
     return graph._without(
