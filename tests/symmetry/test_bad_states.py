@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
+from toy_networks import Normed
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import barrier, repair
@@ -29,11 +30,7 @@ State = dict[str, Tensor]
 NAMED = "0.weight"
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-MODEL = network().eval()
+MODEL = Normed().eval()
 
 
 @functools.cache
@@ -192,7 +189,7 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
             call()
 
 
-@pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], network()])
+@pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], MODEL])
 def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
         if isinstance(given, str) and name.startswith(("align reference", "merge", "average")):
@@ -203,7 +200,7 @@ def test_what_is_no_state_dict_is_named(given: Any) -> None:
             call(given)
 
 
-@pytest.mark.parametrize("bad", [np.arange(7), list(range(7)), torch.zeros(7, dtype=torch.bool), torch.zeros(7) * 1j])
+@pytest.mark.parametrize("bad", [np.arange(8), list(range(8)), torch.zeros(8, dtype=torch.bool), torch.zeros(8) * 1j])
 def test_elements_that_are_no_tensors_are_named(bad: Any) -> None:
     p, s = tus.random_permutation(graph()), tus.random_scale(graph())
     wrong_p, wrong_s = {**p, next(iter(p)): bad}, {**s, next(iter(s)): bad}
