@@ -1,7 +1,4 @@
-"""States that are no tensors, or no numbers of the network's kind, in every public function that takes states.
-
-A law over the whole public API: what cannot be used is named by the library's own error.
-"""
+"""States that are no tensors, or no numbers of the network's kind, are named by every public function."""
 
 from __future__ import annotations
 

@@ -116,20 +116,17 @@ def test_a_stack_of_states_is_permuted_sample_by_sample() -> None:
         assert_same({n: t[k] for n, t in moved.items()}, tus.apply_permutation(graph, p, state))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("0.bias"), "missing '0.bias'"),
-        (lambda s: s.update(extra=torch.zeros(1)), "unexpected 'extra'"),
-        (lambda s: s.update({"0.bias": torch.zeros(7)}), "has shape"),
-        (lambda s: s.update({"0.bias": torch.full((6,), math.nan)}), "NaN or infinite"),
-    ],
-)
-def test_foreign_states_are_refused(change: Callable[[Any], Any], message: str) -> None:
+def test_foreign_states_are_refused() -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    change(state)
-    with pytest.raises(tus.SymmetryError, match=message):
-        graph.check_state(state)
+    less = {name: tensor for name, tensor in state.items() if name != "0.bias"}
+    for other, message in (
+        (less, "missing '0.bias'"),
+        (state | {"extra": torch.zeros(1)}, "unexpected 'extra'"),
+        (state | {"0.bias": torch.zeros(7)}, "has shape"),
+        (state | {"0.bias": torch.full((6,), math.nan)}, "NaN or infinite"),
+    ):
+        with pytest.raises(tus.SymmetryError, match=message):
+            graph.check_state(other)
 
 
 @pytest.mark.parametrize(
