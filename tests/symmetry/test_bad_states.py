@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 from toy_networks import Normed
 
 import tu_symmetry as tus
@@ -49,10 +48,9 @@ def stacked(*members: State) -> State:
     return {n: torch.stack([m[n] for m in members]) for n in members[0]}
 
 
-def loader() -> DataLoader[Any]:
+def loader() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    return [(torch.randn(4, 4, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(2)]
 
 
 BAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -178,7 +176,6 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
         lambda: functional.predictive_total_variation(probs, bad(probs)),
         lambda: functional.pairwise_mutual_information(bad(probs.expand(2, 4, 3).contiguous())),
         lambda: tus.PredictiveAgreement().update(bad(probs), probs),
-        lambda: tus.PredictiveTotalVariation().update(bad(probs), probs),
         lambda: tus.PairwiseMutualInformation(2).update(bad(probs.expand(2, 4, 3).contiguous())),
     ]
     for call in calls:

@@ -156,15 +156,13 @@ def test_random_modules(seeds: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", blocks(4, 250, 1000), ids=str)
-def test_many_random_modules_on_what_their_example_does_not_show(seeds: range) -> None:
-    check(seeds, beyond=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", blocks(10, 500, 1000), ids=str)
-def test_many_random_modules(seeds: range) -> None:
-    check(seeds)
+@pytest.mark.parametrize(
+    ("beyond", "seeds"),
+    [*((True, seeds) for seeds in blocks(4, 250, 1000)), *((False, seeds) for seeds in blocks(10, 500, 1000))],
+    ids=str,
+)
+def test_many_random_modules(beyond: bool, seeds: range) -> None:
+    check(seeds, beyond=beyond)
 
 
 @functools.cache
