@@ -1,7 +1,4 @@
-"""States that are no tensors, or no numbers of the network's kind, in every public function that takes states.
-
-A law over the whole public API: what cannot be used is named by the library's own error.
-"""
+"""States that are no tensors, or no numbers of the network's kind, are named by every public function."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from toy_networks import Normed
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import barrier, repair
@@ -29,11 +26,7 @@ State = dict[str, Tensor]
 NAMED = "0.weight"
 
 
-def network() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 6), nn.ReLU(), nn.Linear(6, 3))
-
-
-MODEL = network().eval()
+MODEL = Normed().eval()
 
 
 @functools.cache
@@ -55,10 +48,9 @@ def stacked(*members: State) -> State:
     return {n: torch.stack([m[n] for m in members]) for n in members[0]}
 
 
-def loader() -> DataLoader[Any]:
+def loader() -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(8, 4, generator=generator), torch.randint(3, (8,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=4, shuffle=True)
+    return [(torch.randn(4, 4, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(2)]
 
 
 BAD: dict[str, tuple[Callable[[Tensor], Any], str]] = {
@@ -184,7 +176,6 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
         lambda: functional.predictive_total_variation(probs, bad(probs)),
         lambda: functional.pairwise_mutual_information(bad(probs.expand(2, 4, 3).contiguous())),
         lambda: tus.PredictiveAgreement().update(bad(probs), probs),
-        lambda: tus.PredictiveTotalVariation().update(bad(probs), probs),
         lambda: tus.PairwiseMutualInformation(2).update(bad(probs.expand(2, 4, 3).contiguous())),
     ]
     for call in calls:
@@ -192,7 +183,7 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
             call()
 
 
-@pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], network()])
+@pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], MODEL])
 def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
         if isinstance(given, str) and name.startswith(("align reference", "merge", "average")):
@@ -203,7 +194,7 @@ def test_what_is_no_state_dict_is_named(given: Any) -> None:
             call(given)
 
 
-@pytest.mark.parametrize("bad", [np.arange(7), list(range(7)), torch.zeros(7, dtype=torch.bool), torch.zeros(7) * 1j])
+@pytest.mark.parametrize("bad", [np.arange(8), list(range(8)), torch.zeros(8, dtype=torch.bool), torch.zeros(8) * 1j])
 def test_elements_that_are_no_tensors_are_named(bad: Any) -> None:
     p, s = tus.random_permutation(graph()), tus.random_scale(graph())
     wrong_p, wrong_s = {**p, next(iter(p)): bad}, {**s, next(iter(s)): bad}

@@ -1,8 +1,7 @@
 """Weights far from one: right where the dtype holds the result, refused with a clear error where it does not.
 
-The oracles need no other implementation. A rescaling by powers of two is exact, so that all of an orbit's members have
-one canonical form, mass and matching, however far apart they lie; and all of this is homogeneous: weights that are
-multiplied by one number have the same form times that number.
+A rescaling by powers of two is exact, so that all of an orbit's members have one canonical form, mass and matching;
+and weights that are multiplied by one number have the same form times that number.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import Net, discovered, every_case, named, outputs, relative, small, some_cases, weights
+from zoo import discovered, every_case, named, outputs, relative, small, some_cases, weights
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry import action
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.groups import PermutationGroup
-from tu_symmetry.symmetry.operators.pointwise import elementwise
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -117,44 +116,17 @@ def test_a_stack_of_states_is_permuted_sample_by_sample() -> None:
         assert_same({n: t[k] for n, t in moved.items()}, tus.apply_permutation(graph, p, state))
 
 
-@torch.library.custom_op("tus_test::swish2", mutates_args=())
-def swish2(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(2 * x)
-
-
-@swish2.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def test_a_rule_of_ones_own_frees_what_was_pinned() -> None:
-    def custom(self: Any, x: Tensor) -> Tensor:
-        return self.b(torch.ops.tus_test.swish2(self.a(x)))
-
-    model, x = Net(custom, a=nn.Linear(4, 6), b=nn.Linear(6, 2)), torch.randn(3, 4)
-    pinned = tus.discover_symmetries(model, x)
-    assert pinned.permutations == () and pinned.unknown_operators == ("tus_test.swish2",)
-    assert "tus_test.swish2" in str(pinned) and any("swish2" in p.reason for p in pinned.pinned)
-    tus.register_rule("tus_test.swish2")(elementwise)
-    graph = tus.discover_symmetries(model, x)
-    tus.verify_symmetries(graph, model, x)
-    assert [g.size for g in graph.permutations] == [6]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda s: s.pop("0.bias"), "missing '0.bias'"),
-        (lambda s: s.update(extra=torch.zeros(1)), "unexpected 'extra'"),
-        (lambda s: s.update({"0.bias": torch.zeros(7)}), "has shape"),
-        (lambda s: s.update({"0.bias": torch.full((6,), math.nan)}), "NaN or infinite"),
-    ],
-)
-def test_foreign_states_are_refused(change: Callable[[Any], Any], message: str) -> None:
+def test_foreign_states_are_refused() -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    change(state)
-    with pytest.raises(tus.SymmetryError, match=message):
-        graph.check_state(state)
+    less = {name: tensor for name, tensor in state.items() if name != "0.bias"}
+    for other, message in (
+        (less, "missing '0.bias'"),
+        (state | {"extra": torch.zeros(1)}, "unexpected 'extra'"),
+        (state | {"0.bias": torch.zeros(7)}, "has shape"),
+        (state | {"0.bias": torch.full((6,), math.nan)}, "NaN or infinite"),
+    ):
+        with pytest.raises(tus.SymmetryError, match=message):
+            graph.check_state(other)
 
 
 @pytest.mark.parametrize(

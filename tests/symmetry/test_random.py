@@ -1,8 +1,7 @@
 """Random and hand-written modules: none may be wrong and pass, none may crash, and hardly any be refused.
 
 Every module goes through discovery and verification as a user's would, and what is left of its groups is tried by an
-oracle that shares no code with them. A failure is printed as source code that runs. With ``-m slow`` 6,300 more random
-modules are tried, and all of the hand-written ones.
+oracle that shares no code with them. A failure is printed as source code that runs.
 """
 
 from __future__ import annotations
@@ -73,10 +72,7 @@ def examine(model: nn.Module, inputs: Inputs, *, seed: int = 0) -> Outcome:
 
 
 def hangs_on_rounding(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether whole numbers among the outputs change with the last bits of what layers compute, of blank inputs too.
-
-    Such a network orders what is equal. To refuse it is right, and the processor decides whether it is.
-    """
+    """Whether whole numbers among the outputs change with the last bits of what layers compute: equals are ordered."""
     generator, found = torch.Generator().manual_seed(0), []
 
     def other_bits(_layer: nn.Module, _args: Any, output: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -80,20 +79,6 @@ def test_a_permutation_group_that_is_split_in_two_is_refused(case: Case) -> None
         one, two = split(group)
         message = refused(only(graph, replace(one, parent=None), replace(two, parent=None)), model, case.inputs())
         assert "'one'" in message or "'two'" in message
-
-
-@zoo
-def test_two_permutation_groups_that_are_mixed_are_refused(case: Case) -> None:
-    model, graph = discovered(case)
-    plain = [g for g in graph.permutations if not g.blocks and len(g.members) > 1]
-    for a, b in itertools.pairwise(plain):
-        one, two = split(a)[0], split(b)[1]
-        size = min(one.size, two.size)
-        members = tuple(
-            replace(m, index=m.index[:size], within=None if m.within is None else m.within[:size])
-            for m in (*one.members, *two.members)
-        )
-        refused(only(graph, PermutationGroup("mixed", size, members)), model, case.inputs())
 
 
 @zoo

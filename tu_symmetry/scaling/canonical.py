@@ -127,20 +127,11 @@ def canonicalize(
         found = Minimum(s, tables.at(s.numpy()).value, float("nan"), 0)
     sizes = [g.size for g in groups]
     log_scale = {g.name: part.clone() for g, part in zip(groups, found.log_scale.split(sizes), strict=True)}
-    numbers = {g.name: torch.nonzero(part).flatten() for g, part in zip(groups, lost.split(sizes), strict=True)}
+    dead = {g.name: torch.nonzero(own).flatten() for g, own in zip(groups, lost.split(sizes), strict=True) if own.any()}
     scaled = scale_tensors(graph, log_scale, state)
-    certificate, uncertified = measured(graph, state, scaled, f"the {method} form", wanted=certify)
-    return CanonicalForm(
-        scaled,
-        log_scale,
-        start.value,
-        found.mass,
-        found.relative_gap,
-        found.iterations,
-        {name: own for name, own in numbers.items() if len(own)},
-        certificate,
-        uncertified,
-    )
+    told = measured(graph, state, scaled, f"the {method} form", wanted=certify)
+    masses = (start.value, found.mass)
+    return CanonicalForm(scaled, log_scale, *masses, found.relative_gap, found.iterations, dead, *told)
 
 
 def representation_cost(
@@ -193,9 +184,7 @@ def _unit_scales(
         mass = torch.from_numpy(tables.at(s.numpy()).grows)[units]
         if not bool(torch.isfinite(mass).all()):
             raise SymmetryError(f"unit norm needs factors of {name!r} that leave the range of float64")
-        size = torch.ones_like(mass)
-        if k >= len(graph.scales):
-            size = filter_counts(graph, [name], len(owner))[units]
+        size = filter_counts(graph, [name], len(owner))[units] if k >= len(graph.scales) else torch.ones_like(mass)
         lost[units] = mass == 0
         s[units] = torch.where(lost[units], 0.0, 0.5 * (size.log() - mass.log()))
     return s, lost

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -74,7 +74,6 @@ def discover_symmetries(
     probe = Probe.of(model, example_inputs, example_kwargs)
     traces, training, trained_on = _passes(model, examples, record=branches == "record")
     aliases, state = tied_names(model), model.state_dict()
-    trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     shapes = {name: tuple(state[name].shape) for name in aliases}
     floating = [name for name in aliases if is_continuous(state[name])]
     unused = _unused(traces, floating, live=False)
@@ -96,40 +95,30 @@ def discover_symmetries(
         for k, s in enumerate(shapes[n])
         if s > 1
     ]
-    empty = SymmetryGraph(
-        permutations=(),
-        scales=(),
-        normalizations=(),
-        shapes=shapes,
-        aliases=aliases,
-        buffers=frozenset(name for name in aliases if name not in trained),
-        architecture=type(model).__name__,
-        branch=next((t.branch for t in traces if t.branch), None),
-        constants={name: tensor for t in traces for name, tensor in t.constants.items()},
-        kinds={name: kind_of(state[name].dtype) for name in aliases},
-        positions=any(t.positions for t in traces),
-        unreached=unreached,
-        left_out=tuple(name for name in never if name not in tried),
-        training=training,
-        probe=probe.trained(trained_on),
-    )
+    buffers = frozenset(aliases) - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    facts: dict[str, Any] = {
+        "shapes": shapes,
+        "aliases": aliases,
+        "buffers": buffers,
+        "architecture": type(model).__name__,
+        "branch": next((t.branch for t in traces if t.branch), None),
+        "constants": {name: tensor for t in traces for name, tensor in t.constants.items()},
+        "kinds": {name: kind_of(state[name].dtype) for name in aliases},
+        "positions": any(t.positions for t in traces),
+        "unreached": unreached,
+        "left_out": tuple(name for name in never if name not in tried),
+        "training": training,
+        "probe": probe.trained(trained_on),
+    }
 
     def read(nestings: Nestings) -> tuple[SymmetryGraph, Ledger]:
         ledger = interpret(followed, nestings)
         for name in unreached:
             pin_what_could_meet(ledger, name, shapes[name])
         permutations, pinned = permutation_groups(ledger, list(aliases))
-        scales, normalizations, terms = scale_groups(ledger, list(aliases), shapes, empty.buffers)
-        found = replace(
-            empty,
-            permutations=tuple(permutations),
-            scales=scales,
-            normalizations=normalizations,
-            pinned=(*pinned, *idle),
-            scale_terms=terms,
-            unknown_operators=tuple(ledger.unknown),
-        )
-        return found, ledger
+        scales, normalizations, terms = scale_groups(ledger, list(aliases), shapes, buffers)
+        groups, pins, unknown = (tuple(permutations), scales, normalizations), (*pinned, *idle), tuple(ledger.unknown)
+        return SymmetryGraph(*groups, pinned=pins, scale_terms=terms, unknown_operators=unknown, **facts), ledger
 
     graph, ledger = _best(read)
     return graph._without(

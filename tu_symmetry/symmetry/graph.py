@@ -94,8 +94,7 @@ class SymmetryGraph(Brief):
         for group in self.groups():
             if group.name == name:
                 return group
-        reason = f" (it {self.failed[name]})" if name in self.failed else ""
-        raise KeyError(f"no group {name!r}{reason}; the groups are {[g.name for g in self.groups()]}")
+        raise KeyError(str(self.unknown_group(name, (g.name for g in self.groups()))))
 
     def groups(self) -> Iterator[Group]:
         """All groups: permutations, then scales, then normalizations."""

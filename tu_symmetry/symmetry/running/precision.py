@@ -32,11 +32,8 @@ class Exactly(TorchDispatchMode):
     """Computes in one precision throughout, with constants for noise, which move with the units by themselves.
 
     An operator that does not exist in double precision is computed in the best that it knows, which ``epsilon`` tells.
-
-    Args:
-        precision: float64, or the best that the network knows.
-        kept: the weights' names, by the places of their memory, which no operator may write to.
-        guarded: False leaves the epsilons of normalizations out.
+    No operator may write to what is ``kept``: the weights' names, by the places of their memory. Where it is not
+    ``guarded``, epsilons of normalizations are left out.
     """
 
     supports_higher_order_operators = True

@@ -111,8 +111,7 @@ class Probe:
                 self._precision = torch.float64
         raise SymmetryError(
             f"the network does not run on the CPU, where symmetries are verified: {first}\nLikely cause: an operator "
-            "that knows only another device (a fused kernel), or weights that must not be replaced by random ones. "
-            "Choose the model's plain implementation of that operator."
+            "that knows only another device (a fused kernel); choose the model's plain implementation of it."
         ) from first
 
     def run_perturbed(

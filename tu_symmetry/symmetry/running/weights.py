@@ -90,7 +90,6 @@ def kept_value(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         raise SymmetryError(
             f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that is part of the network, but no "
-            "weight (an index, a mask, a buffer that the state dict leaves out), is on the meta device and has no "
-            "values; make it on the CPU (weights and counters can stay on the meta device)"
+            "weight (an index, a mask), is on the meta device and has no values; make it on the CPU"
         )
     return tensor.detach().to(device="cpu", dtype=as_computed(tensor.dtype, torch.float64), copy=True)
