@@ -133,26 +133,6 @@ def test_repair_leaves_layers_before_batch_normalization_to_it() -> None:
     torch.testing.assert_close(found["1.running_mean"], (loader[0] @ merged["0.weight"].T + merged["0.bias"]).mean(0))
 
 
-def test_merging_a_permuted_copy_costs_nothing_once_it_is_aligned() -> None:
-    """Barriers, their matrix and the mean network: high for permuted copies, zero for aligned ones."""
-    case = next(c for c in CASES if c.name == "resnet_batchnorm")
-    graph, reference, state = planted(case, 7)
-    model, _ = discovered(case)
-    x = normal(40, 2, 6, 6)
-    labels = torch.func.functional_call(model, reference, (x,)).argmax(1)
-    loader = [(x[:25], labels[:25]), (x[25:], labels[25:])]
-    aligned = tus.apply_permutation(graph, tus.weight_matching(graph, reference, state).permutation, state)
-    apart = tus.loss_barrier(model, reference, state, loader, F.cross_entropy, points=5)
-    together = tus.loss_barrier(model, reference, aligned, loader, F.cross_entropy, points=5)
-    assert apart.barrier > 0.05 and together.barrier < 1e-9
-    first, last = apart.losses[0], apart.losses[-1]
-    excess = [v - (first + k / 4 * (last - first)) for k, v in enumerate(apart.losses)]
-    assert apart.barrier == pytest.approx(max(excess))
-    alone = mean_loss(model, reference, loader, F.cross_entropy)
-    assert mean_loss(model, tus.mean_state([reference, aligned]), loader, F.cross_entropy) == pytest.approx(alone)
-    assert mean_loss(model, tus.mean_state([reference, state]), loader, F.cross_entropy) > alone
-
-
 def test_scores_of_a_classifier() -> None:
     """Two classes with logit gap g by hand; with the temperature from other samples than it is measured on."""
     model = nn.Sequential(nn.Linear(1, 2, bias=False)).double()

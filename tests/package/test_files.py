@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -281,27 +280,25 @@ def test_opening_a_store_reads_no_weights(store: SampleStore) -> None:
         opened[2]
 
 
-@pytest.mark.parametrize("kind", ["text", "json", "safetensors"])
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "a"
-    contents: dict[str, list[Any]] = {
-        "text": ["1", "2"],
-        "json": [{"n": 1}, {"n": 2}],
-        "safetensors": [{"n": torch.tensor(1)}, {"n": torch.tensor(2)}],
-    }
-    write = getattr(files, f"write_{kind}")
-    write(path, contents[kind][0])
-    before = path.read_bytes()
-
     def full(source: object, target: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        write(path, contents[kind][1])
-    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a"]
+    path = tmp_path / "a"
+    writes: list[Callable[[str], None]] = [
+        lambda text: files.write_text(path, text),
+        lambda text: files.write_json(path, {"n": text}),
+        lambda text: files.write_safetensors(path, {text: torch.tensor(1)}),
+    ]
+    for write in writes:
+        write("before")
+        before = path.read_bytes()
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+            patch.setattr(os, "replace", full)
+            write("after")
+        assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["a"]
 
 
 def forked(work: Callable[[], None]) -> int:
