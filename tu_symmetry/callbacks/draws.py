@@ -88,7 +88,7 @@ class PosteriorDraws(Callback):
         folder = self._folder(trainer)
         store = SampleStore.open_if_there(folder)
         mark = None if store is None else store.marked(0)
-        if mark is not None and mark.step == trainer.global_step:
+        if store is not None and mark is not None and mark.step == trainer.global_step and len(store):
             return  # a resumed run whose fit had ended
         with on_training_device(trainer, pl_module):
             drawn = self._draws(trainer, pl_module)
