@@ -88,9 +88,6 @@ class ResumableLoader(DataLoader[Any]):
         self._done = 0
         self._resume: tuple[int, int] | None = None  # epoch, and batches of it that are done
 
-    def __iter__(self) -> Any:
-        return self._batches()
-
     def set_epoch(self, epoch: int) -> None:
         """Take the orders of this epoch. Lightning does so by itself, through the sampler."""
         self.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
@@ -103,8 +100,8 @@ class ResumableLoader(DataLoader[Any]):
         """Resume that epoch after those batches; other epochs start at their beginning."""
         self._resume = (state_dict["epoch"], state_dict["done"])
 
-    def _batches(self) -> Iterator[Pair]:
-        # A generator: nothing is read before the first batch is asked for, when Lightning has set the epoch.
+    def __iter__(self) -> Any:
+        """Batches; nothing is read before the first one is asked for, when Lightning has set the epoch."""
         epoch, resume = self.sampler.epoch, self._resume  # type: ignore[attr-defined]
         self._resume = None
         self._done = resume[1] if resume is not None and resume[0] == epoch else 0
