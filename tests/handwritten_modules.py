@@ -9,25 +9,12 @@ nothing is demanded but that what is claimed holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
-from written import Entry, entries
-
-
-@dataclass(frozen=True)
-class Handwritten:
-    """A module, its inputs, and the parameters whose units have to be found."""
-
-    name: str
-    build: Callable[[], nn.Module]
-    inputs: tuple[Any, ...]
-    finds: tuple[str, ...] = ()
+from written import entries
 
 
 class WeightStandardized(nn.Conv2d):
@@ -462,9 +449,4 @@ TokenMerging(x=(2, 4, 5)) # Tokens weighted by a score that they compute; the be
     return self.b(h.gather(1, keep[..., None].expand(-1, -1, 6)))
 """
 
-
-def handwritten(entry: Entry, number: int) -> Handwritten:
-    return Handwritten(entry.name, entry.build, entry.inputs(number), tuple(entry.words.partition("finds ")[2].split()))
-
-
-HANDWRITTEN = [handwritten(entry, k) for k, entry in enumerate(entries(SOURCE, SPACE, KINDS))]
+HANDWRITTEN = list(entries(SOURCE, SPACE, KINDS))

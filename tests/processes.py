@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing import start_processes
 
 multiprocessing.set_forkserver_preload(
-    ["torch", "lightning.pytorch", "torch_uncertainty", "tu_symmetry.tables.commands"]
+    ["lightning.pytorch.cli", "sklearn.datasets", "torch_uncertainty.routines", "tu_symmetry.tables.commands"]
 )
 
 

@@ -135,11 +135,11 @@ mask 2 23
     F.linear(x, self.l.weight * self.m) <- l=(N, O); m=~torch.tensor(ROWS){ | .float()}
     x * self.m <- m=~torch.tensor(TOKENS)
 edited 1.5 23
-    w = self.l.weight; r = {x @ (w + torch.eye(N)) | x + x @ w | x @ torch.block_diag(w[:1, :1], w[1:, 1:])} <- l=(N, N)
-    w = self.l.weight; r = F.linear(x, {w + torch.eye(N) | w.triu() | w + w.T | w.softmax(-1) | w.cumsum(0)}) <- l=(N, N)
-    w = self.l.weight; r = F.linear(x, {F.normalize(w, dim=1) | w / w.norm() | w.abs() | w.flip(0) | w.sign()}) <- l=(N, N)
-    w = self.l.weight; r = F.linear(x, {w - w.mean(1, keepdim=True) | torch.sigmoid(w) | w * w}) <- l=(N, N)
-    w = self.l.weight; r = F.linear(x, {torch.roll(w, 1, 0) | w.detach().clone()}) <- l=(N, N)
+    w = self.w; r = {x @ (w + torch.eye(N)) | x + x @ w | x @ torch.block_diag(w[:1, :1], w[1:, 1:])} <- w=[N, N]
+    w = self.w; r = F.linear(x, {w + torch.eye(N) | w.triu() | w + w.T | w.softmax(-1) | w.cumsum(0)}) <- w=[N, N]
+    w = self.w; r = F.linear(x, {F.normalize(w, dim=1) | w / w.norm() | w.abs() | w.flip(0) | w.sign()}) <- w=[N, N]
+    w = self.w; r = F.linear(x, {w - w.mean(1, keepdim=True) | torch.sigmoid(w) | w * w}) <- w=[N, N]
+    w = self.w; r = F.linear(x, {torch.roll(w, 1, 0) | w.detach().clone()}) <- w=[N, N]
 own 2 23
     {x * self.p | x + self.p | x * torch.exp(self.p)} <- p=[N]
     {x * self.p | x + self.p * torch.tanh(x) | torch.relu(x) * self.p | x + self.p} <- p={[()] | [1]}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,21 +73,16 @@ def entries(
         body = [*first, *lines[len(own) :], *last]
         if any("return" in line for line in body):
             forward = executed("\n".join([f"def forward(self, {', '.join(given)}):", *body]), name, space)["forward"]
-            parts = [f"dict({text})" for text in (common, " ".join(own))]
-            build = type(name, (Made,), {"forward": forward, "parts": staticmethod(made_of(parts, space))})
+            parts = partial(parts_of, (common, " ".join(own)), space)
+            build = type(name, (Made,), {"forward": forward, "parts": staticmethod(parts)})
         else:
-            build = made_of(["".join(body)], space)
+            build = partial(eval, "".join(body), space)
         yield Entry(name, words, build, given)
 
 
-def made_of(expressions: list[str], space: dict[str, Any]) -> Callable[[], Any]:
-    def made() -> Any:
-        first, *more = (eval(expression, space) for expression in expressions)
-        for found in more:
-            first |= {name: parameter(part) for name, part in found.items()}
-        return first
-
-    return made
+def parts_of(texts: Iterable[str], space: dict[str, Any]) -> dict[str, Any]:
+    found = [eval(f"dict({text})", space) for text in texts]
+    return {name: parameter(part) for parts in found for name, part in parts.items()}
 
 
 def parameter(part: Any) -> Any:

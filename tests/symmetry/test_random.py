@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from handwritten_modules import HANDWRITTEN, Handwritten
+from handwritten_modules import HANDWRITTEN
 from oracle import judge
 from random_modules import WAYS, beyond_module, random_module
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from written import Entry
 
 import tu_symmetry as tus
 
@@ -161,16 +162,18 @@ def of_name(name: str) -> Outcome:
     entry = next(h for h in HANDWRITTEN if h.name == name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return examine(entry.build().eval(), entry.inputs)
+        return examine(entry.build().eval(), entry.inputs(0))
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("entry", HANDWRITTEN, ids=lambda h: h.name)
-def test_handwritten_module(entry: Handwritten) -> None:
+def test_handwritten_module(entry: Entry) -> None:
     outcome = of_name(entry.name)
     assert outcome.verdict in (FINE, REFUSED), outcome.why
     if outcome.verdict == FINE and entry.name not in OVER_PINNED:
-        assert not set(entry.finds) - outcome.found, f"only {sorted(outcome.found)} were found"
+        assert not set(entry.words.partition("finds ")[2].split()) - outcome.found, (
+            f"only {sorted(outcome.found)} were found"
+        )
 
 
 @pytest.mark.slow
