@@ -110,12 +110,14 @@ def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
     module = Regression()
     design = torch.cat([module.x, torch.ones(12, 1, dtype=torch.float64)], dim=1)
     precision = design.T @ design + 2 * torch.eye(3, dtype=torch.float64)
-    routine = VariationalRoutine(
-        nn.Linear(2, 1),
-        prior_precision=2.0,
-        nll=gaussian_nll,
-        optimizer=lambda p: torch.optim.Adam(p, lr=0.03),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.993),
+
+    class Decaying(VariationalRoutine):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.993)]
+
+    routine = Decaying(
+        nn.Linear(2, 1), prior_precision=2.0, nll=gaussian_nll, optimizer=lambda p: torch.optim.Adam(p, lr=0.03)
     )
     epochs(tmp_path, 700).fit(routine, datamodule=module)
     mean = torch.cat([p.flatten() for p in routine.mean().values()])

@@ -46,7 +46,10 @@ class LaplacePostProcessing(PostProcessing):
     ) -> None:
         super().__init__()
         check_link_approx(link_approx)
-        self.predictive_options = {"num_samples": num_samples, "link_approx": link_approx}  # for the temperature too
+        self.predictive_options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "link_approx": link_approx,
+        }  # for the temperature too
         self.attach_laplace(laplace)
 
     def set_model(self, model: nn.Module) -> None:
@@ -106,7 +109,7 @@ class LaplaceEnsemble(nn.Module):
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
         self.core_model = core_model
         self.num_samples, self.seed = num_samples, seed
-        self.predictive_options = {"num_samples": num_samples, "covariance": "samples", "seed": seed}
+        self.predictive_options: dict[str, Any] = {"num_samples": num_samples, "covariance": "samples", "seed": seed}
         self.laplace: LinearizedLaplace | None = None
         self._awaits_fit = False
         if laplace is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,8 @@ def unit_samples(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str
     return found
 
 
-class LargestWeight(NamedTuple):
+@dataclass(frozen=True)
+class LargestWeight:
     """Which unit of a group has the largest weight in each sample, how often each has it, and how likely that is."""
 
     index: Tensor
