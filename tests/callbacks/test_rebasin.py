@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from trainings import Ensemble, Routine, adam, cnn, fit, loader, mlp, mlp_graph, routine, sgd, trainer
 
+from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.callbacks import Rebasin
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
@@ -38,19 +39,6 @@ def member_state(module: Routine, i: int) -> dict[str, Tensor]:
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return float(sum(((a[k] - b[k]).double() ** 2).sum() for k in a if a[k].is_floating_point()) ** 0.5)
-
-
-def barrier(module: Routine, i: int) -> float:
-    """Excess loss on the path from member 0 to member ``i``, on the validation data of :func:`fit`."""
-    x, y = loader(n=16).dataset.tensors  # type: ignore[attr-defined]
-    a, b = member_state(module, 0), member_state(module, i)
-    ratios = [k / 10 for k in range(11)]
-    losses = []
-    for t in ratios:
-        net = mlp().double()
-        net.load_state_dict({k: (1 - t) * a[k] + t * b[k] for k in a})
-        losses.append(nn.functional.cross_entropy(net(x), y).item())
-    return max(v - (1 - t) * losses[0] - t * losses[-1] for t, v in zip(ratios, losses, strict=True))
 
 
 class PlantPermutations(Callback):
@@ -80,8 +68,12 @@ def test_planted_permutations_are_found_and_logged() -> None:
         assert all(torch.equal(rebasin.permutations[i][n], inverse[n]) for n in inverse)
     assert max(record["distance_after"]) < 1e-6 < 1.0 < min(record["distance_before"])
     assert max(record["barrier_after"]) < 1e-6 < 1e-3 < max(record["barrier_before"])
-    assert record["barrier_before"] == pytest.approx([barrier(module, 1), barrier(module, 2)])
-    before = [distance(member_state(module, 0), member_state(module, i)) for i in (1, 2)]
+    first, *others = (member_state(module, i) for i in range(3))
+    barriers = [
+        loss_barrier(mlp().double(), first, other, loader(n=16, shuffle=False), module.loss) for other in others
+    ]
+    assert record["barrier_before"] == pytest.approx([found.barrier for found in barriers])
+    before = [distance(first, other) for other in others]
     assert record["distance_before"] == pytest.approx(before)
 
 

@@ -10,11 +10,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from trainings import Routine, digits, digits_network, epochs, fit, normalized, routine
+from trainings import Routine, fit, normalized, routine
 
 from tu_symmetry.callbacks import PosteriorSnapshots
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines import MembersRoutine
 from tu_symmetry.states import SampleFileError
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -67,13 +66,6 @@ def test_named_epochs(tmp_path: Path) -> None:
         PosteriorSnapshots(tmp_path, at_epochs=[1], burn_in=2)
 
 
-def test_snapshots_of_members_are_chains_after_the_burn_in(tmp_path: Path) -> None:
-    module = MembersRoutine(digits_network(), 3)
-    snapshots = PosteriorSnapshots(tmp_path / "s", every_n_steps=2, burn_in=3, chain=5)
-    epochs(tmp_path, 2, snapshots).fit(module, datamodule=digits(orders=3))
-    assert written(tmp_path / "s") == [(c, s) for c in (5, 6, 7) for s in (5, 7)]
-
-
 def test_an_ensemble_is_one_chain_for_each_member(tmp_path: Path) -> None:
     module = network(3)
     run(module, PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=4))
@@ -96,27 +88,15 @@ def test_a_resumed_run_appends_without_repeating(tmp_path: Path) -> None:
         torch.testing.assert_close(parts[name], whole[name])
 
 
-def test_another_run_does_not_mix_with_what_is_there(tmp_path: Path) -> None:
+def test_runs_of_one_architecture_share_a_store(tmp_path: Path) -> None:
     run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
-    before = {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
-    with pytest.raises(FileExistsError, match=r"samples of chain 0 of this run, which has come to its end"):
-        run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=1))
-    with pytest.raises(FileExistsError, match="samples of chain 0 of another run already"):
-        run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=2))
-    assert before == {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
     run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3, chain=1))
     assert written(tmp_path / "s") == [(0, 4), (0, 8), (0, 12), (1, 12)]
-
-
-def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:
-    run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=3))
+    before = {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}
+    with pytest.raises(FileExistsError, match="samples of chain 0 of another run already"):
+        run(network(), PosteriorSnapshots(tmp_path / "s", every_n_epochs=2))
     other = network()
     other.model = nn.Linear(5, 3).double()
     with pytest.raises(SampleFileError, match="another architecture"):
-        run(other, PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, chain=1))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(SampleFileError, match="no sample store"):
-        run(network(), PosteriorSnapshots(tmp_path / "mine", every_n_epochs=1))
-    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-    assert written(tmp_path / "s") == [(0, 12)]
+        run(other, PosteriorSnapshots(tmp_path / "s", every_n_epochs=1, chain=2))
+    assert before == {p: p.read_bytes() for p in (tmp_path / "s").rglob("*") if p.is_file()}

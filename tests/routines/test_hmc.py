@@ -79,7 +79,6 @@ ADAPTING = {"adapt_step_size": True, "burn_in": 30, "step_size": 0.001}
     "options, cut, steps",
     [
         ({}, 2, 12),  # in the burn-in
-        ({}, 8, 12),
         (ADAPTING, 20, 36),  # while the step size adapts
         (ADAPTING, 32, 36),
     ],

@@ -10,7 +10,6 @@ import pytest
 import torch
 import trainings
 from lightning.pytorch import Callback, LightningDataModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.distributions import Normal, kl_divergence
 from torch.func import functional_call
@@ -111,12 +110,14 @@ def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
     module = Regression()
     design = torch.cat([module.x, torch.ones(12, 1, dtype=torch.float64)], dim=1)
     precision = design.T @ design + 2 * torch.eye(3, dtype=torch.float64)
-    routine = VariationalRoutine(
-        nn.Linear(2, 1),
-        prior_precision=2.0,
-        nll=gaussian_nll,
-        optimizer=lambda p: torch.optim.Adam(p, lr=0.03),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.993),
+
+    class Decaying(VariationalRoutine):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.993)]
+
+    routine = Decaying(
+        nn.Linear(2, 1), prior_precision=2.0, nll=gaussian_nll, optimizer=lambda p: torch.optim.Adam(p, lr=0.03)
     )
     epochs(tmp_path, 700).fit(routine, datamodule=module)
     mean = torch.cat([p.flatten() for p in routine.mean().values()])
@@ -125,19 +126,6 @@ def test_reaches_the_mean_field_optimum(tmp_path: Path) -> None:
     assert torch.allclose(std, precision.diagonal().rsqrt(), rtol=0.08)
     (found,) = epochs(tmp_path).test(routine, datamodule=module, verbose=False)
     assert "test/members/NLL_mean" in found and "test/cls/Acc" not in found
-
-
-def test_a_cut_run_resumes(tmp_path: Path) -> None:
-    def make(**more: Any) -> VariationalRoutine:
-        return VariationalRoutine(
-            digits_network().double(), **more
-        )  # Lightning restores weights before it makes them double
-
-    whole, rest, saving = make(), make(), ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
-    epochs(tmp_path, 3).fit(whole, datamodule=data())
-    epochs(tmp_path, -1, saving, max_steps=6).fit(make(), datamodule=data())
-    epochs(tmp_path, 3).fit(rest, datamodule=data(), ckpt_path=saving.best_model_path)
-    assert all(torch.equal(t, rest.state_dict()[n]) for n, t in whole.state_dict().items())
 
 
 def test_test_measures_draws(tmp_path: Path) -> None:

@@ -34,10 +34,8 @@ class Rebasin(SymmetryCallback):
     * ``rebasin/output_change_i``: by how much the permutation changes the member's outputs on the example input
       (relative, see :func:`~tu_symmetry.certify`), where the graph holds a network to run;
 
-    and the means over the members without the index (``rebasin/NoT``), which can be monitored by other callbacks.
-
-    A permutation that changes a member's outputs by more than rounding explains raises a ``SymmetryError`` before any
-    weight has been changed.
+    and the means over the members without the index (``rebasin/NoT``), which can be monitored by other callbacks. A
+    permutation that changes a member's outputs by more than rounding explains raises a ``SymmetryError`` first.
 
     With ``in_place=True`` the members' hidden units are permuted where they are, together with their gradients, the
     optimizers' state and running averages of the weights. The function and the training trajectory stay the same, up
@@ -53,7 +51,6 @@ class Rebasin(SymmetryCallback):
     Attributes:
         history: one record for each alignment: epoch, step, and lists over the aligned members; in the checkpoint.
         permutations: member index to the permutation of the last alignment.
-        graph: the symmetry graph, once it is known.
     """
 
     least_networks = 2

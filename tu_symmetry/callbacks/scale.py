@@ -32,19 +32,16 @@ class ScaleCanonicalization(SymmetryCallback):
     weights, which is the point of least mass.
 
     Factors that change the outputs on the example input by more than rounding explains raise a ``SymmetryError``
-    before any weight has been changed. Under data parallelism rank 0 canonicalizes and all ranks apply its factors.
+    first. Under data parallelism rank 0 canonicalizes and all ranks apply its factors.
 
     Args:
-        members: where the network is: an attribute path (``"model.backbone"``) or a callable of the LightningModule.
-            Default: TorchUncertainty's ``core_models`` where there are some, else the routine's ``model`` without
-            averaging wrappers, else its only submodule with weights.
+        members: where the networks are, see :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
         at_start: act before the first step too (with the first batch there, so that the symmetries are known).
         **common: the schedule, ``in_place`` and ``graph`` of :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each time: ``epoch``, ``step``, and lists over the members of ``mass``,
-            ``minimal_mass`` and ``ratio``; in place also ``output_change``, where the graph holds a network to run. It
-            is part of the checkpoint.
+            ``minimal_mass`` and ``ratio``, in place also ``output_change``; in the checkpoint.
         log_scales: the log-factors found last, one element for each member.
     """
 

@@ -27,9 +27,8 @@ class PosteriorSnapshots(ScheduledCallback):
 
     Args:
         folder: folder of the store; a store that is there must be of the same architecture.
-        members: as for :class:`~tu_symmetry.callbacks.Rebasin`: an attribute path or a callable. Default: the
-            members of a :class:`~tu_symmetry.routines.MembersRoutine`, the ``core_models`` of TorchUncertainty's deep
-            ensembles if there are any, else the ``model`` of the routine without TorchUncertainty's averaging wrappers.
+        members: as for :class:`~tu_symmetry.callbacks.Rebasin`, or the members of a
+            :class:`~tu_symmetry.routines.MembersRoutine`.
         every_n_epochs: write at the end of every n-th epoch after the burn-in.
         every_n_steps: write after every n-th optimizer step after the burn-in.
         at_epochs: write at the end of these epochs instead, counted from 1.

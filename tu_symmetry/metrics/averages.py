@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.base import AverageMetric
-from tu_symmetry.metrics.functional.diversity import pairwise_mutual_information
-from tu_symmetry.metrics.functional.predictive import predictive_agreement, predictive_total_variation
+from tu_symmetry.metrics.functional.predictive import (
+    pairwise_mutual_information,
+    predictive_agreement,
+    predictive_total_variation,
+)
 from tu_symmetry.metrics.functional.representation import representation_costs
 from tu_symmetry.symmetry.elements import check_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -18,9 +21,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 class _PointwiseMean(AverageMetric):
     """Mean over all points of a quantity whose mean over a batch :meth:`_batch_mean` computes."""
-
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
 
     @staticmethod
     def _batch_mean(probs_a: Tensor, probs_b: Tensor) -> Tensor:
@@ -52,8 +52,6 @@ class PairwiseMutualInformation(AverageMetric):
     See :func:`~tu_symmetry.metrics.functional.pairwise_mutual_information`, which gives the matrix of the pairs.
     """
 
-    plot_lower_bound = 0.0
-
     def __init__(self, num_members: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         if num_members < 2:
@@ -76,13 +74,11 @@ class TranspositionCount(AverageMetric):
     """
 
     higher_is_better = False
-    plot_lower_bound = 0.0
 
-    def update(self, permutation: Mapping[str, Tensor] | Tensor) -> None:
-        """Add one permutation: group name to LongTensor, or one LongTensor ``[..., n]`` of independent ones."""
-        by_group = {"permutation": permutation} if isinstance(permutation, Tensor) else permutation
-        check_permutation(by_group)
-        count = transposition_count({name: p.cpu() for name, p in by_group.items()})
+    def update(self, permutation: Mapping[str, Tensor]) -> None:
+        """Add one permutation: group name to LongTensor."""
+        check_permutation(permutation)
+        count = transposition_count({name: p.cpu() for name, p in permutation.items()})
         self.add(torch.tensor(count, device="cpu"), 1)
 
 
@@ -90,10 +86,6 @@ class RepresentationCost(AverageMetric):
     """Means of ``mass``, ``minimal_mass`` and ``ratio`` (the mean of the networks' ratios) over networks.
 
     See :func:`~tu_symmetry.metrics.functional.representation_costs`.
-
-    Args:
-        graph: the symmetry graph of the networks.
-        kwargs: see :class:`torchmetrics.Metric`.
     """
 
     higher_is_better = False

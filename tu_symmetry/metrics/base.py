@@ -40,10 +40,6 @@ class BaseMetric(Metric):
             self.__dict__.update(before)  # torchmetrics would leave the batch's states, and would not synchronize again
             raise
 
-    def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """One value or several, as torchmetrics' metrics do; returns figure and axes."""
-        return self._plot(val, ax)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], exclude_state: Sequence[str] = "") -> torch.nn.Module:
         """Move the states in the precision that they have, also with a network that changes its own."""
 

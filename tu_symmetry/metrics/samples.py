@@ -22,10 +22,6 @@ class MaximumMeanDiscrepancy(BaseMetric):
     See :func:`~tu_symmetry.metrics.functional.network_discrepancy`, and
     :func:`~tu_symmetry.metrics.functional.discrepancy_test` for a p-value and an interval. All samples are kept until
     :meth:`reset`: put large networks on the CPU.
-
-    Args:
-        graph: the symmetry graph; only parameters are compared then, tied ones once, and not the running statistics.
-        kwargs: see :class:`torchmetrics.Metric`.
     """
 
     higher_is_better = False
@@ -81,17 +77,9 @@ class MarginalHomogeneity(BaseMetric):
     permutation groups times their number (Bonferroni), 1 at most. Small values mean that the samples violate the
     corollary of arXiv 2310.08287: they do not explore the equivalent modes evenly. Samples are kept until
     :meth:`reset`.
-
-    Args:
-        graph: the symmetry graph of the networks.
-        num_resamples: number of random relabelings for each group.
-        seed: seed of the relabelings.
-        kwargs: see :class:`torchmetrics.Metric`.
     """
 
     higher_is_better = True
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
     layout: list[Tensor]
     samples: list[Tensor]
 

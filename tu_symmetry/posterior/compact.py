@@ -209,7 +209,6 @@ class CompactPosterior:
     @classmethod
     def load(cls, path: str | os.PathLike[str], graph: SymmetryGraph | None = None) -> CompactPosterior:
         """Read what :meth:`save` wrote; with a graph, of this architecture."""
-        parts: dict[str, State] = {"mean": {}, "std": {}}
         try:
             tensors, head = read_safetensors(path)
         except FileError as error:
@@ -220,11 +219,10 @@ class CompactPosterior:
                 f"{path} holds no compact posterior (format {header.get('format')!r}, version "
                 f"{header.get('version')!r}); CompactPosterior.save writes {_FORMAT!r} {_VERSION}"
             )
-        for key, tensor in tensors.items():
-            part, _, name = key.partition("/")
-            if part not in parts:
-                raise SampleFileError(f"{path} is damaged: it holds {key!r}, which is no part of a compact posterior")
-            parts[part][name] = tensor
+        parts = {
+            part: {name.removeprefix(f"{part}/"): t for name, t in tensors.items() if name.startswith(f"{part}/")}
+            for part in ("mean", "std")
+        }
         try:
             if graph is not None:
                 graph.check_state(parts["mean"], name=str(path))

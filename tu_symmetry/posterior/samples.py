@@ -79,17 +79,10 @@ class SampleStore(Sequence[State]):
         seed: int | None = None,
         **more: str | int | float | bool | None,
     ) -> SampleStore:
-        """Make a new, empty store.
+        """Make a new, empty store, in a folder that is empty or not there.
 
-        Args:
-            folder: must not exist, or be empty.
-            architecture: name of the architecture.
-            method: how the samples are made (``hmc``, ``deep_ensemble``, ``snapshots``, ...).
-            seed: seed of the run.
-            more: anything else worth keeping.
-
-        Raises:
-            FileExistsError: the folder holds something already.
+        ``method`` says how the samples are made (``hmc``, ``deep_ensemble``, ``snapshots``, ...), and ``more`` whatever
+        else is worth keeping.
         """
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -107,13 +100,9 @@ class SampleStore(Sequence[State]):
     def open(cls, folder: str | os.PathLike[str], *, like: Mapping[str, Tensor] | None = None) -> SampleStore:
         """Open a store; the index is rebuilt from the shards' headers, no weights are read.
 
-        Args:
-            folder: folder of a store.
-            like: a state that the samples must agree with in names and shapes.
-
         Raises:
             SampleFileError: no store; a shard that is gone, truncated, foreign or a copy, or of another store or
-                architecture. Reading its states raises it for a shard whose content was changed.
+                architecture (than ``like``). Reading its states raises it for a shard whose content was changed.
         """
         folder = Path(folder)
         description = folder / _STORE

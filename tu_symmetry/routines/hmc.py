@@ -35,16 +35,14 @@ class HMCRoutine(PredictiveRoutine):
     Logged: ``hmc/acceptance`` (probability), ``hmc/accepted``, ``hmc/potential`` (nats), ``hmc/log_likelihood`` (nats
     for each training point), ``hmc/step_size``, and at the end effective sample sizes and split R-hat of the potential
     and of random projections of the weights, ``hmc/ess/...`` and ``hmc/rhat/...``. Validation measures the chain's
-    position, a test 100 stored samples, evenly spaced, as an ensemble. Several chains are several runs with their own
-    ``seed`` and ``chain``.
+    position, a test 100 stored samples, evenly spaced. Several chains are several runs with own ``seed`` and ``chain``.
 
     Args:
         model: the network; its own parameters are the start. It runs in ``eval`` mode.
         step_size: leapfrog step.
         leapfrog_steps: leapfrog steps of a trajectory.
         burn_in: transitions before the first sample.
-        stored: ``(first, last, count)``: of the transitions after the burn-in, counted from 0, store only
-            ``linspace(first, last, count)``, both ends included.
+        stored: ``(first, last, count)``: of the transitions after the burn-in store only ``linspace`` of these.
         prior_precision: inverse variance of the prior of every parameter.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
         adapt_step_size: adapt the step during the burn-in to an acceptance of 0.8 (the trajectory's length stays).

@@ -50,7 +50,7 @@ class LaplacePostProcessing(PostProcessing):
         self.predictive_options: dict[str, Any] = {
             "num_samples": num_samples,
             "link_approx": link_approx,
-        }  # calibrate's too
+        }  # for the temperature too
         self.last_inputs: Tensor | None = None
         self.attach_laplace(laplace)
 
@@ -112,7 +112,7 @@ class LaplaceEnsemble(nn.Module):
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
         self.core_model = core_model
         self.num_samples, self.seed = num_samples, seed
-        self.predictive_options = {"num_samples": num_samples, "covariance": "samples", "seed": seed}
+        self.predictive_options: dict[str, Any] = {"num_samples": num_samples, "covariance": "samples", "seed": seed}
         self.laplace: LinearizedLaplace | None = None
         self._awaits_fit = False
         if laplace is not None:

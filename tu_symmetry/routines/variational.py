@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -47,7 +47,6 @@ class VariationalRoutine(PredictiveRoutine):
         seed: seed of the initialization (by the ``reset_parameters`` of the layers) and the noise.
         posterior: file that the :class:`CompactPosterior` is written to at the end; None to write none.
         optimizer: optimizer of means and ``rho``; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
-        lr_scheduler: learning-rate scheduler of the optimizer.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class VariationalRoutine(PredictiveRoutine):
         seed: int = 0,
         posterior: str | Path | None = None,
         optimizer: OptimizerCallable | None = None,
-        lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(nll)
         require_positive(prior_precision=prior_precision, initial_std=initial_std)
@@ -70,7 +68,7 @@ class VariationalRoutine(PredictiveRoutine):
         self.rho = nn.ParameterList(torch.full_like(p, rho) for p in self.model.parameters())
         self.prior_precision, self.seed = prior_precision, seed
         self.posterior_file = None if posterior is None else Path(posterior)
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.optimizer = optimizer
         self._noise: torch.Generator | None = None
         self._noise_state: Tensor | None = None
         self._sums: Tensor | None = None
@@ -100,7 +98,7 @@ class VariationalRoutine(PredictiveRoutine):
 
     def configure_optimizers(self) -> Any:
         """One optimizer over means and ``rho``."""
-        return optimizer_config([*self.model.parameters(), *self.rho], self.optimizer, self.lr_scheduler)
+        return optimizer_config([*self.model.parameters(), *self.rho], self.optimizer, None)
 
     def on_fit_start(self) -> None:
         """Check the file before the first step, and start the noise."""

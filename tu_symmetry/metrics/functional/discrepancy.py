@@ -1,22 +1,27 @@
-"""Maximum mean discrepancy between two sets of weight vectors."""
+"""Maximum mean discrepancy between two sets of networks, of their weights as they are or without symmetries."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.metrics.functional.removals import Removal, RemovalName, removal
+from tu_symmetry.scaling.canonical import Method
+from tu_symmetry.scaling.removal import removal_element, remove_symmetries
 from tu_symmetry.states import SymmetryError, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
+from tu_symmetry.symmetry.elements import LogScale, Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 KERNELS = ("laplace", "gaussian")  # of the L1 and of the L2 distance
 BANDWIDTHS = 10  # of each kernel
 _BANDWIDTH_SAMPLES = 500
 _PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
+RemovalName = Literal["paper", "min_mass"]
 
 
 def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
@@ -176,3 +181,46 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
     above = torch.ones(count, count, dtype=torch.bool, device=x.device).triu_(1)  # row by row, as pdist's pairs are
     upper = torch.zeros(count, count, dtype=torch.float64, device=x.device).masked_scatter(above, pairs)
     return upper + upper.T
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A canonical form of networks: first the scale of every unit, then the order of the units.
+
+    Attributes:
+        name: what it is called where values of it are reported.
+        scale: see :func:`~tu_symmetry.canonicalize`.
+        reference: a state that units are matched to; None to sort them by their largest weight.
+    """
+
+    name: str
+    scale: Method
+    reference: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
+
+    def element(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[LogScale, Permutation]:
+        """Log-factors and permutation that bring one network to its canonical form."""
+        return removal_element(graph, state, **self._options())
+
+    def apply(self, graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The canonical form of a network, or of each of a stack."""
+        with torch.no_grad():
+            return remove_symmetries(graph, states, certify=False, **self._options())
+
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "sort": "max", "reference": self.reference}
+
+
+def removal(name: RemovalName | Removal, *, align_to: Mapping[str, Tensor] | None = None) -> Removal:
+    """A removal by its name: ``paper`` (arXiv 2310.08287: unit norm of every hidden filter) or ``min_mass``.
+
+    Units are then sorted by their largest weight, or with ``align_to`` matched to those of that network (sorting tears
+    apart units whose keys are almost equal).
+    """
+    if isinstance(name, Removal):
+        return name
+    scales: dict[str, Method] = {"paper": "unit_norm", "min_mass": "min_mass"}
+    if name not in scales:
+        raise ValueError(f"removal must be one of {', '.join(map(repr, scales))} or a Removal, got {name!r}")
+    if align_to is not None:
+        return Removal(f"{scales[name]}, aligned", scales[name], dict(align_to))
+    return Removal(f"{scales[name]}, sorted by the largest weight", scales[name])

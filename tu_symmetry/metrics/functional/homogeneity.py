@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ _THRESHOLDS = 8
 _UNITS, _WEIGHTS = 64, 16  # of each group and unit, that are tested
 
 
-@dataclass(frozen=True)
-class HomogeneityTest:
+class HomogeneityTest(NamedTuple):
     """The statistic of one group of hidden units, and the probability under the null of one this large."""
 
     statistic: float
@@ -47,15 +47,11 @@ def marginal_homogeneity(
         samples: weights ``[S, *blocks, units, weights]``; units are relabeled within each block.
         num_resamples: number of random relabelings; the least p-value is ``1 / (1 + num_resamples)``.
         generator: source of the relabelings; without one they cannot be repeated.
-
-    Raises:
-        ValueError: for other shapes, fewer than two samples or units, NaN or infinite weights.
     """
     check_tensor(samples, "samples", "real")
     if samples.ndim < 3 or len(samples) < 2 or samples.shape[-2] < 2 or samples.shape[-1] == 0:
         raise ValueError(
-            f"samples has the shape {tuple(samples.shape)}; expected (samples, units, weights) with at least 2 samples "
-            "and 2 units"
+            f"samples has the shape {tuple(samples.shape)}; expected (samples, units, weights) of at least 2 samples"
         )
     if not torch.isfinite(samples).all():
         raise ValueError("samples hold NaN or infinite values: a network among them has diverged")

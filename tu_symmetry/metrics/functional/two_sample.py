@@ -19,11 +19,11 @@ from tu_symmetry.metrics.functional.discrepancy import (
     KERNELS,
     both_distances,
     mean_kernel,
+    removal,
     require_same_names,
     u_statistics,
     weight_vectors,
 )
-from tu_symmetry.metrics.functional.removals import removal
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
@@ -38,15 +38,10 @@ Parts = Callable[[Tensor, Tensor], Iterator[tuple[Tensor, Tensor]]]
 
 @dataclass(frozen=True)
 class DiscrepancyTest:
-    """A discrepancy with its uncertainty.
+    """A squared MMD with its p-value and the 95 % interval of a bootstrap over networks.
 
-    Attributes:
-        value: the squared MMD, mean over tensors.
-        p_value: share of relabelings of the pooled networks that give at least this value, the observed one counted.
-        interval: percentiles 2.5 and 97.5 of the bootstrap over networks.
-        sizes: networks that were compared of the first and the second set.
-        aggregation: what was made one number, in words.
-        removed: what was removed before, in words; ``"nothing"`` for the plain discrepancy.
+    ``sizes`` are the numbers of networks that were compared; ``aggregation`` and ``removed`` say in words what was made
+    one number, and what was removed before.
     """
 
     value: float
@@ -57,22 +52,17 @@ class DiscrepancyTest:
     removed: str
 
 
-class StackSource(Protocol):
+class _Store(Protocol):
     """Networks that are read one tensor at a time, as a ``SampleStore`` reads them."""
 
-    def __len__(self) -> int:
-        """Number of networks."""
-
-    def __getitem__(self, index: int, /) -> dict[str, Tensor]:
-        """One network."""
-
-    def tensor(self, index: int, name: str) -> Tensor:
-        """One tensor of one network."""
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Tensor]: ...
+    def tensor(self, index: int, name: str) -> Tensor: ...
 
 
 def discrepancy_test(
-    x: Mapping[str, Tensor] | StackSource,
-    y: Mapping[str, Tensor] | StackSource,
+    x: Mapping[str, Tensor] | _Store,
+    y: Mapping[str, Tensor] | _Store,
     *,
     graph: SymmetryGraph | None = None,
     permutations: int = 199,
@@ -83,16 +73,13 @@ def discrepancy_test(
     """:func:`~tu_symmetry.metrics.functional.network_discrepancy` with p-value and confidence interval.
 
     *p-value*: networks of both sets are relabeled at random, bandwidths held as MMDAgg holds them. It tests whether
-    the *networks* are exchangeable; several from one run are not independent, and it then says that of the run.
-
-    *Interval*: networks of both sets are drawn with replacement. A pair of equal draws counts nothing, so that each
-    replicate is an unbiased estimate as well. Near zero, where the estimate is degenerate, the interval is too wide.
-
-    *Networks that do not fit into memory* are given as stores. Each is read once for what brings it to its canonical
-    form, then tensor after tensor, as many entries of all networks at a time as ``memory`` holds.
+    the *networks* are exchangeable; several from one run are not independent. *Interval*: networks of both sets are
+    drawn with replacement. A pair of equal draws counts nothing, so that each replicate is an unbiased estimate as
+    well. Near zero, where the estimate is degenerate, the interval is too wide.
 
     Args:
-        x: stacked states ``(S, ...)``, or a store such as :class:`~tu_symmetry.posterior.samples.SampleStore`.
+        x: stacked states ``(S, ...)``, or a store such as :class:`~tu_symmetry.posterior.samples.SampleStore`, which is
+            read tensor after tensor.
         y: the reference ``(T, ...)``, of the same kind.
         graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`.
         permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
@@ -146,7 +133,7 @@ def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: An
 
 
 def _streamed(
-    members: Sequence[tuple[StackSource, int]], graph: SymmetryGraph | None, memory: int
+    members: Sequence[tuple[_Store, int]], graph: SymmetryGraph | None, memory: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Distances between networks that are read one tensor at a time."""
     elements = []
