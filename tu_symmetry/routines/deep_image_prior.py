@@ -84,22 +84,20 @@ class DeepImagePriorRoutine(StackedNetworks):
     """Reconstruct several images at once: one network for each, all as one module with stacked weights.
 
     The loss of a problem is ``mean((A f - y)^2) + tv_weight * TV(f)`` over its real measurements, ``f`` the network's
-    output for the filtered back-projection. The iterate of the lowest loss is kept. Gradients are clipped
-    (``trainer.gradient_clip_val``) network by network, so that every image comes out as if it were alone.
+    output for the filtered back-projection. The iterate of the lowest loss is kept. Gradients are clipped network by
+    network, so that every image comes out as if it were alone.
 
-    Logged: ``loss`` (mean over the problems) at every logging step; ``best_loss``, ``psnr`` and ``ssim`` of the kept
-    iterates after every epoch; ``test/psnr`` and ``test/ssim``.
+    Logged: ``loss`` (mean over the problems); ``best_loss``, ``psnr`` and ``ssim`` of the kept iterates after every
+    epoch; ``test/psnr`` and ``test/ssim``.
 
     Args:
         model: the architecture, without buffers; its own weights do not matter.
         num_problems: number of networks, as many as the data module has problems.
         tv_weight: one for all, or number of angles to weight.
-        max_iterations: the iterate is kept among this many first ones, and a network is evaluated no longer than that
-            unless all have come to their end: one for all, or number of angles to number; None for all of the run.
+        max_iterations: how many first iterates one is kept of: one for all, or number of angles to number.
         seed: seed of the initialization, from which all start.
-        out: safetensors file of :class:`Reconstructions`, written when the fit ends; None to write none.
-        optimizer: optimizer of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes
-            first.
+        out: safetensors file of :class:`Reconstructions`, written when the fit ends.
+        optimizer: of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes first.
     """
 
     best_loss: Tensor

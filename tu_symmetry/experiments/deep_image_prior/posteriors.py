@@ -183,7 +183,7 @@ def linearized_posterior(
             facts |= {"converged": result.converged, "evaluations": len(result.history)}
             if row == EVIDENCE:
                 rows.add(DIP_FITTED, index, mean, none, extra, noise_variance=la.noise_variance)
-            rows.add(row, index, mean, la.predictive().covariance, extra, **facts)
+            rows.add(row, index, mean, la.function_covariance()[1], extra, **facts)
             rows.fitted(row, index, result.history, la.hyperparameters)
             samples, prior = (la.function_samples(_SHOWN, prior=prior)[:, 0] for prior in (False, True))
             rows.keep(row, index, samples=samples, prior=prior)
@@ -196,9 +196,7 @@ def dropout_posterior(
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
-    Args:
-        reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine` of a network with dropout.
-        num_samples: random masks; more than the image has pixels, for a covariance of full rank.
+    ``num_samples``: random masks; more than the image has pixels, for a covariance of full rank.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
     found, size = rows.found, rows.found.images[0].numel()
@@ -249,14 +247,11 @@ def sampled_posterior(
 ) -> Outcome:
     """The posterior of images that no dense kernel fits: evidence by stochastic gradients, a Gaussian of patches.
 
+    Options are those of :class:`~tu_symmetry.laplace.SampledEvidence`, with ``num_probes`` random signs of a gradient.
+
     Args:
-        decay_every: steps after which the learning rate of Adam is halved.
-        num_probes: random signs of a gradient.
-        rank: rank of the preconditioner.
-        refresh_every: steps after which it is made anew.
         patches: sides of the square patches that are scored; pixels of different patches are independent.
         tv_weight: as for :func:`linearized_posterior`, times ``predcp_scale``; None for the evidence alone.
-        hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
     """
     if max(patches) ** 2 >= num_samples:
         raise ValueError(

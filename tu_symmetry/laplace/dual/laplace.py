@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,19 +35,6 @@ from tu_symmetry.transfer import moved
 NOISE = "log_noise_variance"
 _NEGLIGIBLE = 1e-13  # of a pair's coefficients in a pattern basis that makes most of them zero
 _LOG_2PI = math.log(2 * math.pi)
-
-
-@dataclass(frozen=True, eq=False)
-class DualPredictive:
-    """A Gaussian over all outputs together, without noise."""
-
-    mean: Tensor  # the network's outputs, in their shape
-    covariance: Tensor  # of the flattened outputs, [d, d], float64
-
-    @property
-    def variance(self) -> Tensor:
-        """Marginal variances in the outputs' shape."""
-        return self.covariance.diagonal().clamp(min=0).view(self.mean.shape)
 
 
 def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: float = 0.0) -> float:
@@ -112,8 +98,9 @@ class DualLaplace:
         >>> blocks = [tus.laplace.KernelPrior(["0.weight"]), tus.laplace.IsotropicPrior(["3"])]
         >>> la = DualLaplace(network, structured=blocks)
         >>> found = la.fit([(x, y)]).optimize_evidence()
-        >>> la.predictive(x).variance.shape
-        torch.Size([6, 1])
+        >>> mean, covariance = la.function_covariance(x)
+        >>> covariance.shape
+        torch.Size([6, 6])
     """
 
     def __init__(
@@ -305,8 +292,8 @@ class DualLaplace:
             (gradient,) = torch.autograd.grad(chained, leaf)
         return 0.5 * value + float(rest.detach()), gradient
 
-    def predictive(self, inputs: Any = None) -> DualPredictive:
-        """The Gaussian over all outputs of a batch together; None for the training inputs, which needs no Jacobian."""
+    def function_covariance(self, inputs: Any = None) -> tuple[Tensor, Tensor]:
+        """Outputs of a batch (None: of the training), and the posterior's covariance of all together, without noise."""
         self._require_fit()
         if self.tangent.fingerprint() != self._fingerprint:
             raise RuntimeError(
@@ -320,7 +307,7 @@ class DualLaplace:
             mean, prior, cross = self._joint(inputs)
         white = torch.linalg.solve_triangular(self._root(self.phi), self._rows @ cross.mT, upper=False)
         found = prior - white.mT @ white
-        return DualPredictive(mean, (found + found.mT) / 2)
+        return mean, (found + found.mT) / 2
 
     def function_samples(self, num_samples: int = 100, *, seed: int = 0, prior: bool = False) -> Tensor:
         """Samples of the training outputs ``[samples, *outputs.shape]`` round the network's own, joint over all.

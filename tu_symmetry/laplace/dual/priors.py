@@ -121,14 +121,8 @@ class IsotropicPrior(StructuredPrior):
 class KernelPrior(StructuredPrior):
     """A Gaussian process over the offsets of a convolution's kernel, the same for every pair of channels.
 
-    ``K = variance * (exp(-|o - o'| / lengthscale) + 1e-6 I)``: neighboring entries of a filter are alike, so that
-    samples of the network's output are smooth.
-
-    Args:
-        parameters, name, variance, variance_bounds: see :class:`StructuredPrior`.
-        lengthscale: to start from, in pixels.
-        lengthscale_bounds: lowest and highest length scale.
-        shape: that of the kernels, which :meth:`resolve` reads off the weights.
+    ``K = variance * (exp(-|o - o'| / lengthscale) + 1e-6 I)``, lengths in pixels: neighboring entries of a filter are
+    alike. :meth:`resolve` reads the ``shape`` off the weights; other arguments are those of :class:`StructuredPrior`.
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("variance", "lengthscale")
