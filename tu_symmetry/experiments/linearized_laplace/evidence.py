@@ -287,7 +287,7 @@ def optimize_kronecker_evidence(
     found = all_rows(out, {"network": Trained(model, networks)}, data, rows, settings, device)
     own = {key: by_name["network"] for key, by_name in found.results["rows"].items()}
     alone = {key: found.results[key]["network"] for key in ("networks", "parameters")}
-    return Outcome({"rows": own, "sizes": found.results["sizes"], **alone}, found.headline)
+    return Outcome({**found.results, "rows": own, **alone}, found.headline)
 
 
 def read_choices(texts: Sequence[str], refreshes: int) -> list[Choice]:
