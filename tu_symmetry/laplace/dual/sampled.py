@@ -27,6 +27,8 @@ class SolverWarning(UserWarning):
 
 
 class ConjugateGradients(NamedTuple):
+    """What conjugate gradients found."""
+
     solution: Tensor  # [count, m]
     iterations: int
     residual: float  # largest |K x - b| / |b|
@@ -40,7 +42,7 @@ def conjugate_gradients(
     tolerance: float = 1e-3,
     max_iterations: int = 50,
 ) -> ConjugateGradients:
-    """``K^-1 b`` for a positive definite operator and all right sides ``[count, m]`` at once, to a relative residual."""
+    """``K^-1 b`` for a positive definite operator, all right sides ``[count, m]`` at once, to a relative residual."""
     apply = preconditioner or (lambda r: r)
     size = right.norm(dim=1, keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
     x, r = torch.zeros_like(right), right.clone()
