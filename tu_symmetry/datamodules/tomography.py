@@ -131,21 +131,12 @@ class _ProblemDataModule(LightningDataModule):
 
 
 class TomographyDataModule(_ProblemDataModule):
-    """Images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
+    """Test images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
 
     ``y = A x + noise * mean|A x| * eps`` with ``eps`` standard normal from ``numpy.random.default_rng(seed + image)``.
-    A batch is the whole :class:`TomographyProblem`, which is ``problem`` after ``setup``.
-
-    Args:
-        root: folder of data sets, see :class:`~tu_symmetry.datamodules.IDXDataModule`; only the test half is read.
-        dataset: ``mnist``, ``fashion_mnist``, ``kmnist`` or ``notmnist``.
-        images: numbers of the test images, or how many from the first.
-        num_angles: one or several.
-        noise: standard deviations of the noise over the mean absolute measurement.
-        num_bins: bins of the detector.
-        bin_width: in pixels.
-        steps_per_epoch: optimizer steps that make an epoch.
-        seed: seed of the noise.
+    A batch is the whole :class:`TomographyProblem`, which is ``problem`` after ``setup``. ``images`` are their numbers,
+    or how many from the first; ``bin_width`` is in pixels. For ``root`` see
+    :class:`~tu_symmetry.datamodules.IDXDataModule`.
     """
 
     def __init__(
@@ -200,11 +191,6 @@ class ScannedTomographyDataModule(_ProblemDataModule):
     In ``root/walnut``: ``operator.npz``, ``measurements.npy`` and ``truth.npy``. There is no filtered back-projection
     for an arbitrary geometry: the network's input is ``A^T y``, scaled to fit the measurements. The operator is kept
     as a dense matrix (7.7 GB in float32 for 7,680 measurements of 501 x 501 pixels).
-
-    Args:
-        root: folder of data sets.
-        num_angles: angles of the scan.
-        steps_per_epoch: optimizer steps that make an epoch.
     """
 
     def __init__(self, root: str | Path = "data", *, num_angles: int = 60, steps_per_epoch: int = 100) -> None:

@@ -154,13 +154,9 @@ def linearized_posterior(
 ) -> Outcome:
     """Linearized Laplace of every reconstruction, and the rows that need its noise variance; all in float64.
 
-    Args:
-        reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
-        tv_weight: weight of the training, one for all or number of angles to weight: the rate of the hyperprior is
-            ``measurements * tv_weight``.
-        num_steps: steps of Adam; the most of L-BFGS-B.
-        joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
-            rows take it at the trained weights), the column U-Net of that paper's Table 1.
+    The rate of the hyperprior is ``measurements * tv_weight``, with the weight of the training: one for all, or number
+    of angles to weight. With ``joint`` also the evidence at the tangent model's optimum (Recommendation 1 of arXiv
+    2206.08900; other rows take it at the trained weights), the column U-Net of that paper's Table 1.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
     found, true_noise = rows.found, []

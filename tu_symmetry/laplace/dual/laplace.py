@@ -219,11 +219,7 @@ class DualLaplace:
     ) -> DualResult:
         """Choose the hyperparameters by the evidence, with a hyperprior where one is given.
 
-        Args:
-            hyperprior: of the length scales.
-            optimizer: ``l-bfgs-b``, some dozens of evaluations, or ``adam``, a fixed number of steps.
-            num_steps: steps of Adam; the most iterations of L-BFGS-B.
-            lr: learning rate of Adam.
+        ``l-bfgs-b`` takes some dozens of evaluations, at most ``num_steps`` iterations; ``adam`` as many steps.
 
         Warns:
             BoundReachedWarning: hyperparameters that stop at a bound.

@@ -28,11 +28,7 @@ Prior = TypeVar("Prior", bound="StructuredPrior")
 class StructuredPrior(ABC):
     """The prior of one block of weights; its ``phi`` are the logarithms of what ``hyperparameters`` names, float64.
 
-    Args:
-        parameters: names, or prefixes of names, of the block's parameters.
-        name: name of the block; that of the first parameter without it.
-        variance: to start from.
-        variance_bounds: lowest and highest variance.
+    ``parameters`` are names, or prefixes of names; ``name`` is that of the block. ``variance`` is where it starts.
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("variance",)

@@ -250,16 +250,10 @@ class SampledEvidence:
         hyperprior: TotalVariation | None = None,
         hyperprior_probes: int = 20,
     ) -> SampledResult:
-        """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
+        """Stochastic gradients for all hyperparameters; probes are drawn anew for each step.
 
-        Args:
-            noise_variance: to start from.
-            num_steps: how many.
-            lr: learning rate of Adam.
-            decay_every: steps after which the learning rate is halved.
-            refresh_every: steps after which the preconditioner is made anew.
-            hyperprior: added to the negative log evidence; its variances are estimated, once for all steps.
-            hyperprior_probes: random signs of each block for these estimates.
+        After ``decay_every`` steps the learning rate is halved, after ``refresh_every`` the preconditioner made anew.
+        The variances of a hyperprior are estimated once, by ``hyperprior_probes`` random signs of each block.
         """
         energy = None
         if hyperprior is not None:
