@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 import torch
 from dual_oracles import PHI, PRIORS, SHAPE, case, misses
-from laplace_oracles import data, jacobian, randomize
+from laplace_oracles import data, randomize
 from torch import nn
 from torch.distributions import MultivariateNormal
 
@@ -47,10 +47,9 @@ def test_evidence_and_covariances_are_those_of_weight_space(values):
     assert torch.allclose(la.prior_covariance(PHI), prior, rtol=1e-12, atol=1e-13 * float(prior.max()))
     h = torch.linalg.inv(s) + aj.mT @ aj / noise
     posterior = own.jacobian @ torch.linalg.solve(h, own.jacobian.mT)
-    found = la.predictive()
-    assert torch.allclose(found.covariance, posterior, rtol=0, atol=1e-8 * float(posterior.max()))
-    assert found.mean.shape == found.variance.shape == (1, 1, *SHAPE)
-    assert torch.equal(found.mean.reshape(-1), own.outputs)
+    mean, covariance = la.function_covariance()
+    assert torch.allclose(covariance, posterior, rtol=0, atol=1e-8 * float(posterior.max()))
+    assert mean.shape == (1, 1, *SHAPE) and torch.equal(mean.reshape(-1), own.outputs)
     k = aj @ s @ aj.mT + noise * torch.eye(m, dtype=torch.float64)
     residual = own.y - own.matrix @ own.outputs
     fit = residual @ residual / noise + own.theta @ torch.linalg.solve(s, own.theta)
@@ -82,10 +81,11 @@ def test_gradients_against_central_differences(values, evaluate_at):
 
 def test_samples_have_the_covariances():
     la = case(7).fitted()
-    for prior, expected in ((True, la.prior_covariance(PHI)), (False, la.predictive().covariance)):
+    mean, posterior = la.function_covariance()
+    for prior, expected in ((True, la.prior_covariance(PHI)), (False, posterior)):
         drawn = la.function_samples(20_000, seed=3, prior=prior)
         assert drawn.shape == (20_000, 1, 1, *SHAPE)
-        assert 0.5 < misses(drawn - la.predictive().mean, expected) <= 4.5
+        assert 0.5 < misses(drawn - mean, expected) <= 4.5
 
 
 def test_lbfgs_is_no_worse_than_adam():
@@ -125,25 +125,8 @@ def test_equals_the_full_curvature_with_isotropic_priors(evaluate_at, prior):
     dual.fit([(x, y)]).phi = torch.tensor(variances, dtype=torch.float64).log()
     assert [*dual.hyperparameters] == [*(f"{own[0]}.variance" for own in blocks), "noise_variance"]
     assert dual.log_marginal_likelihood() == pytest.approx(full.log_marginal_likelihood(), rel=1e-8)
-    new = torch.randn(5, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    expected = full.predictive(new, covariance="exact")
-    found = dual.predictive(new)
-    assert torch.allclose(found.mean, expected.mean) and torch.allclose(found.variance, expected.epistemic)
-
-
-def test_predictive_of_new_inputs_is_the_gaussian_process():
-    x, y = data(3, outputs=2, kind="regression", samples=6)
-    model = network()
-    dual = DualLaplace(model, structured=[IsotropicPrior(["0", "2", "4"])]).fit([(x, y)])
-    dual.phi = torch.tensor([0.7, 0.2], dtype=torch.float64).log()
-    names = [name for name, _ in model.named_parameters()]
-    new = torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    train, test = (jacobian(model, names, t).flatten(0, 1) for t in (x, new))
-    k = 0.7 * train @ train.mT + 0.2 * torch.eye(12, dtype=torch.float64)
-    expected = 0.7 * test @ test.mT - 0.49 * test @ train.mT @ torch.linalg.solve(k, train @ test.mT)
-    found = dual.predictive(new)
-    assert found.mean.shape == (4, 2) and torch.allclose(found.covariance, expected, atol=1e-10)
-    assert torch.allclose(dual.predictive(x).covariance, dual.predictive().covariance, atol=1e-9)
+    for found, expected in zip(dual.function_covariance(), full.function_covariance(x, joint=True), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_saturated_outputs_stay_without_variance():
@@ -152,12 +135,12 @@ def test_saturated_outputs_stay_without_variance():
         own.model.c.bias.fill_(800.0)  # the sigmoid is 1 everywhere, its slope 0
     la = own.fitted()
     la.optimize_evidence()
-    found = la.predictive()
-    assert torch.equal(found.variance, torch.zeros(1, 1, *SHAPE, dtype=torch.float64))
+    covariance = la.function_covariance()[1]
+    assert torch.equal(covariance.diagonal(), torch.zeros(20, dtype=torch.float64))
     with pytest.raises(ValueError, match="variance 0"):
-        gaussian_log_density(torch.zeros(20).double(), found.covariance)
+        gaussian_log_density(torch.zeros(20).double(), covariance)
     error = torch.rand(20, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    own = case(7).fitted().predictive().covariance
+    own = case(7).fitted().function_covariance()[1]
     expected = MultivariateNormal(torch.zeros_like(error), own + 0.05 * EYE).log_prob(error)
     assert gaussian_log_density(error, own, 0.05) == pytest.approx(float(expected), rel=1e-9)
 
@@ -185,7 +168,7 @@ def changed(own):
     la = own.fitted()
     with torch.no_grad():
         own.model.a.weight.add_(1)
-    return la.predictive()
+    return la.function_covariance()
 
 
 REFUSED = [

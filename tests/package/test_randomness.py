@@ -169,7 +169,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
-    "Alignment", "CanonicalForm", "Certificate", "DualPredictive", "GaussianPredictive", "LossBarrier", "MassProfile",
+    "Alignment", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
     "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SymmetryGraph",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",

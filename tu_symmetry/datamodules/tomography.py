@@ -56,11 +56,11 @@ class TomographyProblem:
 
 
 def strip_projector(size: int, num_angles: int, num_bins: int, bin_width: float) -> Tensor:
-    """Parallel-beam projections of square pixels, averaged over each detector bin: ``[angles * bins, size * size]``.
+    """Parallel-beam projections of unit pixels, averaged over each detector bin: ``[angles * bins, size * size]``.
 
-    A unit square seen under an angle is a trapezoid: two boxes of widths ``|cos|`` and ``|sin|``, convolved. Its
-    integral over a bin is a second difference of ``max(t, 0)^2 / 2``. Angles are equidistant in ``[0, pi)``, the
-    first 0, where the detector lies along a row of the image. Pixels are 1 wide, float64.
+    A square seen under an angle is a trapezoid: two boxes of widths ``|cos|`` and ``|sin|``, convolved. Its integral
+    over a bin is a second difference of ``max(t, 0)^2 / 2``. Angles are equidistant in ``[0, pi)``, from 0, where the
+    detector lies along a row of the image.
     """
     if min(size, num_angles, num_bins) < 1 or not bin_width > 0:
         raise ValueError(f"a geometry needs positive sizes: {size=}, {num_angles=}, {num_bins=}, {bin_width=}")
@@ -131,21 +131,12 @@ class _ProblemDataModule(LightningDataModule):
 
 
 class TomographyDataModule(_ProblemDataModule):
-    """Images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
+    """Test images of an MNIST-like data set as tomography problems: every image with every geometry and noise.
 
     ``y = A x + noise * mean|A x| * eps`` with ``eps`` standard normal from ``numpy.random.default_rng(seed + image)``.
-    A batch is the whole :class:`TomographyProblem`, which is ``problem`` after ``setup``.
-
-    Args:
-        root: folder of data sets, see :class:`~tu_symmetry.datamodules.IDXDataModule`; only the test half is read.
-        dataset: ``mnist``, ``fashion_mnist``, ``kmnist`` or ``notmnist``.
-        images: numbers of the test images, or how many from the first.
-        num_angles: numbers of angles.
-        noise: standard deviations of the noise over the mean absolute measurement.
-        num_bins: bins of the detector.
-        bin_width: in pixels.
-        steps_per_epoch: optimizer steps that make an epoch.
-        seed: seed of the noise.
+    A batch is the whole :class:`TomographyProblem`, which is ``problem`` after ``setup``. ``images`` are their numbers,
+    or how many from the first; ``bin_width`` is in pixels. For ``root`` see
+    :class:`~tu_symmetry.datamodules.IDXDataModule`.
     """
 
     def __init__(
@@ -200,11 +191,6 @@ class ScannedTomographyDataModule(_ProblemDataModule):
     In ``root/walnut``: ``operator.npz``, ``measurements.npy`` and ``truth.npy``. There is no filtered back-projection
     for an arbitrary geometry: the network's input is ``A^T y``, scaled to fit the measurements. The operator is kept
     as a dense matrix (7.7 GB in float32 for 7,680 measurements of 501 x 501 pixels).
-
-    Args:
-        root: folder of data sets.
-        num_angles: angles of the scan.
-        steps_per_epoch: optimizer steps that make an epoch.
     """
 
     def __init__(self, root: str | Path = "data", *, num_angles: int = 60, steps_per_epoch: int = 100) -> None:
@@ -252,15 +238,10 @@ def measured(
     bin_width: float = 1.0,
     seed: int = 1,
 ) -> TomographyProblem:
-    """Simulate the measurements of images ``[n, 1, height, width]``, every one with every operator and noise.
+    """Simulate the measurements of images ``[n, 1, height, width]``, float64, every one with every operator and noise.
 
-    Args:
-        images: float64.
-        numbers: numbers of the images, which the noise is seeded with.
-        operators: number of angles to ``[values, pixels]``.
-        noise: standard deviations over the mean absolute measurement.
-        bin_width: width of a detector bin in pixels, for the filtered back-projection.
-        seed: seed of the noise.
+    Operators are ``[values, pixels]`` by their number of angles; the numbers of the images seed the noise, which is a
+    standard deviation over the mean absolute measurement.
     """
     most = max(len(a) for a in operators.values())
     rows: list[tuple[Tensor, ...]] = []

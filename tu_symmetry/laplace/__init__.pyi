@@ -1,7 +1,6 @@
 from .determinants import Hyperprior as Hyperprior
 from .dual.hyperpriors import TotalVariation as TotalVariation
 from .dual.laplace import DualLaplace as DualLaplace
-from .dual.laplace import DualPredictive as DualPredictive
 from .dual.priors import IsotropicPrior as IsotropicPrior
 from .dual.priors import KernelPrior as KernelPrior
 from .dual.sampled import SampledEvidence as SampledEvidence

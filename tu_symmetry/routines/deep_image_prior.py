@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -84,22 +85,20 @@ class DeepImagePriorRoutine(StackedNetworks):
     """Reconstruct several images at once: one network for each, all as one module with stacked weights.
 
     The loss of a problem is ``mean((A f - y)^2) + tv_weight * TV(f)`` over its real measurements, ``f`` the network's
-    output for the filtered back-projection. The iterate of the lowest loss is kept. Gradients are clipped
-    (``trainer.gradient_clip_val``) network by network, so that every image comes out as if it were alone.
+    output for the filtered back-projection. The iterate of the lowest loss is kept. Gradients are clipped network by
+    network, so that every image comes out as if it were alone.
 
-    Logged: ``loss`` (mean over the problems) at every logging step; ``best_loss``, ``psnr`` and ``ssim`` of the kept
-    iterates after every epoch; ``test/psnr`` and ``test/ssim``.
+    Logged: ``loss`` (mean over the problems); ``best_loss``, ``psnr`` and ``ssim`` of the kept iterates after every
+    epoch; ``test/psnr`` and ``test/ssim``.
 
     Args:
         model: the architecture, without buffers; its own weights do not matter.
         num_problems: number of networks, as many as the data module has problems.
         tv_weight: one for all, or number of angles to weight.
-        max_iterations: the iterate is kept among this many first ones, and a network is evaluated no longer than that
-            unless all have come to their end: one for all, or number of angles to number; None for all of the run.
+        max_iterations: how many first iterates one is kept of: one for all, or number of angles to number.
         seed: seed of the initialization, from which all start.
-        out: safetensors file of :class:`Reconstructions`, written when the fit ends; None to write none.
-        optimizer: optimizer of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes
-            first.
+        out: safetensors file of :class:`Reconstructions`, written when the fit ends.
+        optimizer: of the stack, Adam with learning rate 1e-4 by default. ``optimizer`` of LightningCLI goes first.
     """
 
     best_loss: Tensor
@@ -135,7 +134,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         self.register_buffer("best_loss", torch.full((num_problems,), torch.inf))
         self._given: TomographyProblem | None = None  # by the data module
         self._problem: TomographyProblem | None = None  # the same on the device
-        self._running: tuple[list[int], Tensor, Tensor] | None = None
+        self._running: tuple[list[int], Tensor, _Projection] | None = None
 
     def network_states(self) -> list[States]:
         """The iterates of the lowest loss, which the reconstructions are of, as a list of state dicts (views)."""
@@ -159,13 +158,11 @@ class DeepImagePriorRoutine(StackedNetworks):
     def training_step(self, batch: TomographyProblem, batch_idx: int) -> Tensor:
         """The sum of the problems' losses, which gives every network its own gradient."""
         self._require(batch)
-        running, operator = self._left(batch)
+        running, projection = self._left(batch)
         parameters = {name: _rows(p, running) for name, p in self.members.named_parameters()}
         images = self._images(self.members, parameters, _rows(batch.back_projection, running))
-        images = images.to(operator)  # from half precision under autocast
-        with torch.autocast(operator.device.type, enabled=False):  # which would round the measurements
-            seen = (operator @ images.flatten(1).unsqueeze(-1)).squeeze(-1)
-        residuals = seen - _rows(batch.measurements, running)
+        images = images.to(batch.operator)  # from half precision under autocast
+        residuals = projection(images) - _rows(batch.measurements, running)
         losses = residuals.square().sum(1) / _rows(batch.counts, running)
         losses = losses + _rows(self._weights.to(losses), running) * total_variation(images).sum(1)
         self._keep(losses.detach(), running)
@@ -180,13 +177,13 @@ class DeepImagePriorRoutine(StackedNetworks):
 
         return vmap(one, randomness="different")(parameters, x)
 
-    def _left(self, batch: TomographyProblem) -> tuple[Tensor, Tensor]:
+    def _left(self, batch: TomographyProblem) -> tuple[Tensor, _Projection]:
         """Numbers of the problems whose iterations are not over, or of all where none is left, and their operators."""
         left = [k for k, limit in enumerate(self._limits) if self.trainer.global_step < limit]
         left = left or list(range(self.num_problems))
         if self._running is None or self._running[0] != left:  # a copy to the device waits for it
             running = torch.tensor(left, device=batch.truth.device)
-            self._running = left, running, _rows(batch.operator, running)
+            self._running = left, running, _Projection(_rows(batch.operator, running))
         return self._running[1:]
 
     @torch.no_grad()
@@ -275,6 +272,47 @@ def _by_angles(values: float | Mapping[int, float], angles: list[int]) -> list[f
     if lacking:
         raise ValueError(f"nothing is given for {lacking} angles, only for {sorted(values)}")
     return [float(values[a]) for a in angles]
+
+
+class _Projection:
+    """Operators ``[problems, m, d]`` as the blocks of one sparse matrix, since a line crosses few of the pixels."""
+
+    def __init__(self, operator: Tensor) -> None:
+        block, row, column = operator.nonzero(as_tuple=True)
+        problems, rows, columns = operator.shape
+        values = operator[block, row, column]
+        i, j = block * rows + row, block * columns + column
+        self.matrix = _sparse_rows(i, j, values, (problems * rows, problems * columns))
+        self.transpose = _sparse_rows(j, i, values, (problems * columns, problems * rows))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Measurements ``[problems, m]`` of images ``[problems, 1, height, width]``."""
+        found: Tensor = _Apply.apply(images.reshape(-1, 1), self.matrix, self.transpose)
+        return found.view(len(images), -1)
+
+
+def _sparse_rows(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    """A matrix in compressed rows, with the 32-bit indices that the CPU's library takes without a copy."""
+    order = (rows * shape[1] + columns).argsort()
+    starts = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
+    starts[1:] = rows.bincount(minlength=shape[0]).cumsum(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, says torch
+        return torch.sparse_csr_tensor(starts, columns[order].int(), values[order], shape)
+
+
+class _Apply(torch.autograd.Function):
+    """A sparse matrix times a vector; for the gradient torch would make the transpose anew every time."""
+
+    @staticmethod
+    def forward(ctx: Any, vector: Tensor, matrix: Tensor, transpose: Tensor) -> Tensor:
+        ctx.transpose = transpose
+        with torch.autocast(vector.device.type, enabled=False):  # sparse products know no half precision
+            return matrix @ vector
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.transpose @ gradients[0], None, None
 
 
 def _rows(stack: Tensor, chosen: Tensor) -> Tensor:

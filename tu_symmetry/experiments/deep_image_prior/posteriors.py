@@ -154,13 +154,9 @@ def linearized_posterior(
 ) -> Outcome:
     """Linearized Laplace of every reconstruction, and the rows that need its noise variance; all in float64.
 
-    Args:
-        reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine`.
-        tv_weight: weight of the training, one for all or number of angles to weight: the rate of the hyperprior is
-            ``measurements * tv_weight``.
-        num_steps: steps of Adam; the most of L-BFGS-B.
-        joint: also with the evidence at the tangent model's optimum (Recommendation 1 of arXiv 2206.08900; the other
-            rows take it at the trained weights), the column U-Net of that paper's Table 1.
+    The rate of the hyperprior is ``measurements * tv_weight``, with the weight of the training: one for all, or number
+    of angles to weight. With ``joint`` also the evidence at the tangent model's optimum (Recommendation 1 of arXiv
+    2206.08900; other rows take it at the trained weights), the column U-Net of that paper's Table 1.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
     found, true_noise = rows.found, []
@@ -183,7 +179,7 @@ def linearized_posterior(
             facts |= {"converged": result.converged, "evaluations": len(result.history)}
             if row == EVIDENCE:
                 rows.add(DIP_FITTED, index, mean, none, extra, noise_variance=la.noise_variance)
-            rows.add(row, index, mean, la.predictive().covariance, extra, **facts)
+            rows.add(row, index, mean, la.function_covariance()[1], extra, **facts)
             rows.fitted(row, index, result.history, la.hyperparameters)
             samples, prior = (la.function_samples(_SHOWN, prior=prior)[:, 0] for prior in (False, True))
             rows.keep(row, index, samples=samples, prior=prior)
@@ -196,9 +192,7 @@ def dropout_posterior(
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
-    Args:
-        reconstructions: file of a :class:`~tu_symmetry.routines.DeepImagePriorRoutine` of a network with dropout.
-        num_samples: random masks; more than the image has pixels, for a covariance of full rank.
+    ``num_samples``: random masks; more than the image has pixels, for a covariance of full rank.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
     found, size = rows.found, rows.found.images[0].numel()
@@ -249,14 +243,11 @@ def sampled_posterior(
 ) -> Outcome:
     """The posterior of images that no dense kernel fits: evidence by stochastic gradients, a Gaussian of patches.
 
+    Options are those of :class:`~tu_symmetry.laplace.SampledEvidence`, with ``num_probes`` random signs of a gradient.
+
     Args:
-        decay_every: steps after which the learning rate of Adam is halved.
-        num_probes: random signs of a gradient.
-        rank: rank of the preconditioner.
-        refresh_every: steps after which it is made anew.
         patches: sides of the square patches that are scored; pixels of different patches are independent.
         tv_weight: as for :func:`linearized_posterior`, times ``predcp_scale``; None for the evidence alone.
-        hyperprior_probes: random signs by which the variances of differences of pixels are estimated, block by block.
     """
     if max(patches) ** 2 >= num_samples:
         raise ValueError(

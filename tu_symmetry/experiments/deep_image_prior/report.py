@@ -37,13 +37,7 @@ _MARGIN = 0.3  # nats a pixel, linearized above DIP (variance 1) at 5 and 10 ang
 
 
 def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list[Path], dropout: list[Path]) -> Outcome:
-    """Write ``report.md`` and the figures from what the other commands have left in their folders.
-
-    Args:
-        reconstructions: files of the reconstructions, one for each of ``linearized``.
-        linearized: folders of :func:`~tu_symmetry.experiments.deep_image_prior.linearized_posterior`.
-        dropout: folders of :func:`~tu_symmetry.experiments.deep_image_prior.dropout_posterior`.
-    """
+    """Write ``report.md`` and the figures from what the other commands have left in their files and folders."""
     page = Report(out, recipe)
     found = [Outcome.load(folder).results for folder in linearized]
     entries = [entry for own in found for entry in own["rows"]]
@@ -213,7 +207,7 @@ def _place(cell: Cell) -> str:
 def images_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tensor]) -> None:
     """One line for each number of angles: what was there, what was seen, what each row says.
 
-    The linearized rows have one mean, the network's image, so that they share a reconstruction and its error.
+    Linearized rows share the network's image.
     """
     problem = found.problem
     chosen = {int(a): i for i, a in reversed(list(enumerate(problem.num_angles.tolist())))}

@@ -96,8 +96,7 @@ class Trained:
 class StoredJacobian(TangentModel):
     """The tangent model with the Jacobian of every batch of a data set in memory: ``samples x outputs x size``.
 
-    Products are matrix products, an order of magnitude faster than automatic differentiation. A batch is known by its
-    place in memory, so it has to come from the same tensors again.
+    A batch is known by its place in memory, so it has to come from the same tensors again.
     """
 
     joins = False  # a joined batch would have another place in memory
@@ -134,14 +133,9 @@ class OutputsAt(Categorical):
 
 
 class Work:
-    """All rows of one network, which is put into its architecture when the first row asks for it.
+    """All rows of one network of a store, which is put into its architecture when the first row asks for it.
 
-    Args:
-        trained: the architecture.
-        number: of the network in its store.
-        images: the data.
-        settings: how the evidence is optimized.
-        place: path and begin of the names of files of what ``full`` choices start from; None without such choices.
+    ``place`` begins the names of the files of what ``full`` choices start from; None without such choices.
     """
 
     def __init__(
@@ -271,13 +265,10 @@ def optimize_evidence(
     settings: Settings,
     device: str = "auto",
 ) -> Outcome:
-    """Choose precisions in every way for every network; test NLL, precisions and effective dimensions.
+    """Choose precisions in every way (rows of the table) for every network (columns); test likelihoods and precisions.
 
-    Args:
-        out: every row of every network is kept in its ``parts`` at once; cut and called again, the others follow.
-        networks: column of the table to its networks.
-        choices: rows of the table, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no
-            hyperprior.
+    Every row of every network is kept in the ``parts`` of ``out`` at once. A choice is ``tangent_mode`` or ``map``,
+    ``/single`` or ``/per_group``, and ``/flat`` for no hyperprior.
     """
     return all_rows(out, networks, data, paper.parse_all(choices), settings, device)
 
@@ -296,7 +287,7 @@ def optimize_kronecker_evidence(
     found = all_rows(out, {"network": Trained(model, networks)}, data, rows, settings, device)
     own = {key: by_name["network"] for key, by_name in found.results["rows"].items()}
     alone = {key: found.results[key]["network"] for key in ("networks", "parameters")}
-    return Outcome({"rows": own, "sizes": found.results["sizes"], **alone}, found.headline)
+    return Outcome({**found.results, "rows": own, **alone}, found.headline)
 
 
 def read_choices(texts: Sequence[str], refreshes: int) -> list[Choice]:

@@ -14,10 +14,7 @@ from torch import Tensor, nn
 
 
 class CNN(nn.Sequential):
-    """Three convolutions with BatchNorm, two of them strided, average pooling to 2 x 2, and a linear layer.
-
-    ``width``: channels of the first convolution; the others have twice as many.
-    """
+    """Three convolutions with BatchNorm of ``width`` and twice as many channels, pooling to 2 x 2, a linear layer."""
 
     def __init__(self, num_classes: int = 10, width: int = 8) -> None:
         super().__init__(
@@ -57,15 +54,11 @@ class _FirstOfBranch(nn.Conv2d):
 
 
 class _LastOfBranch(nn.Conv2d):
-    """A convolution that starts at 0."""
-
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
 
 class _ZeroLinear(nn.Linear):
-    """A linear layer that starts at 0."""
-
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
@@ -95,7 +88,10 @@ class _FixUp(nn.Module):
 
 
 class _Stages(nn.Module):
-    """Stem, residual blocks of doubling width and halving resolution, global average pooling, linear layer."""
+    """Stem, stages of residual blocks with doubling width and halving resolution, global average pooling, linear layer.
+
+    ``width``: channels of the first stage; ``blocks``: residual blocks in each stage.
+    """
 
     def __init__(
         self,
@@ -125,10 +121,7 @@ class _Stages(nn.Module):
 
 
 class PreActivationResNet(_Stages):
-    """Residual network with normalization and ReLU before each convolution (arXiv 1603.05027).
-
-    ``width``: channels of the first stage; ``blocks``: residual blocks in each stage.
-    """
+    """Residual network with normalization and ReLU before each convolution (arXiv 1603.05027)."""
 
     def __init__(
         self, num_classes: int = 10, width: int = 8, blocks: Sequence[int] = (1, 1), stem_stride: int = 2
@@ -138,10 +131,7 @@ class PreActivationResNet(_Stages):
 
 
 class FixUpResNet(_Stages):
-    """Residual network without normalization, initialized by FixUp (arXiv 1901.09321).
-
-    ``width``: channels of the first stage; ``blocks``: residual blocks in each stage.
-    """
+    """Residual network without normalization, initialized by FixUp (arXiv 1901.09321)."""
 
     def __init__(
         self,

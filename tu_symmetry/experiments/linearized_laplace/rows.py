@@ -32,12 +32,7 @@ OPEN_CAPTION = f"{OPEN}: the evidence of at least one network had not converged,
 
 
 class SmallIDXDataModule(IDXDataModule):
-    """An MNIST-like data set whose images are averaged over squares, and rounded to bytes again.
-
-    Args:
-        pool: height and width of the squares; 2 makes 14 x 14 pixels of 28 x 28.
-        kwargs: the options of :class:`~tu_symmetry.datamodules.IDXDataModule`.
-    """
+    """An MNIST-like data set whose images are averaged over squares of ``pool`` pixels, and rounded to bytes again."""
 
     def __init__(self, pool: int = 2, **kwargs: object) -> None:
         super().__init__(**kwargs)  # type: ignore[arg-type]
@@ -136,10 +131,9 @@ def style_of(key: str) -> dict[str, Any]:
 
 
 def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float]:
-    """Quality of predictive probabilities ``[n, classes]``, and ``other`` ones of out-of-distribution images.
+    """Quality of predictive probabilities ``[n, classes]``: ``nll`` (nats), ``accuracy``, ``ece`` (15 bins, L1).
 
-    ``nll`` (nats), ``accuracy``, ``ece`` (15 bins, L1) and, with ``other``, ``auroc``: the probability that an
-    out-of-distribution image has the greater predictive entropy.
+    With ``other`` ones of out-of-distribution images ``auroc``, by the predictive entropy.
     """
     found = {
         "nll": float(-p.gather(-1, y.unsqueeze(-1)).clamp(min=1e-30).log().mean()),

@@ -42,8 +42,7 @@ COLUMNS = {  # titles of a table and of a column; scale and digits
 def rotate(x: Tensor, angle: float) -> Tensor:
     """Images ``[n, channels, size, size]`` turned counterclockwise about their middle, bilinear between the pixels.
 
-    What comes from outside is black, the smallest value of the images. Multiples of 90 degrees move every pixel to
-    another one exactly.
+    What comes from outside is black, the smallest value of the images. Multiples of 90 degrees are exact.
     """
     if x.ndim != 4 or x.shape[-1] != x.shape[-2]:
         raise ValueError(f"images have shape {tuple(x.shape)}, and [n, channels, size, size] are rotated")
@@ -66,16 +65,10 @@ def measure_rotations(
     settings: Settings,
     device: str = "auto",
 ) -> Outcome:
-    """Test NLL, accuracy and calibration error at every angle: of the networks, and of every choice of precisions.
+    """Test NLL, accuracy and calibration error at every angle (degrees): of networks, and of every choice.
 
     Each choice twice: the posterior of the evidence, and with the temperature that ``calibrate`` chooses on the
     validation images, which are not rotated.
-
-    Args:
-        out: every row of every network is kept in its ``parts`` at once.
-        data: what the networks were trained on, with ``val_size`` images for the temperature.
-        choices: ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and ``/flat`` for no hyperprior.
-        angles: degrees, counterclockwise.
     """
     keys = [NETWORK, *(choice.key for choice in paper.parse_all(choices))]
     if not angles:

@@ -73,12 +73,7 @@ def sample_curve(count: int, noise: float, generator: torch.Generator) -> tuple[
 
 
 class CurveDataModule(LightningDataModule):
-    """A noisy curve ``sin(3 x) + x / 2``, seen on both sides of a gap; training batches hold all points, in float64.
-
-    Args:
-        train_size: training points, half on each side of the gap.
-        test_size: points of the same kind, for the log-likelihood.
-    """
+    """A noisy curve ``sin(3 x) + x / 2``, seen on both sides of a gap; training batches hold all points, in float64."""
 
     training_task = "regression"
 
@@ -115,14 +110,8 @@ def compute_bands(
 ) -> Outcome:
     """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions.
 
-    Args:
-        out: every band is kept in its ``parts`` at once; cut and called again, the others follow.
-        network: folder of the network's fit.
-        data: the points it was fitted to, and their noise, which the likelihood knows.
-        precisions: prior precisions of all weights, set by hand.
-        choices: how the evidence chooses them, ``tangent_mode`` or ``map``, ``/single`` or ``/per_group``, and
-            ``/flat`` for no hyperprior.
-        curvature: ``kfac``, or ``full``: the exact generalized Gauss-Newton matrix.
+    Those are single ones set by hand, and the evidence's ``choices``. Every band is kept in the ``parts`` of ``out`` at
+    once. The network is that of the last checkpoint in a folder; the likelihood knows the noise of the data.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
     jobs |= {choice.key: choice for choice in parse_all(choices)}

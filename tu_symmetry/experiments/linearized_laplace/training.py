@@ -60,14 +60,9 @@ def measure_training(
 ) -> Outcome:
     """Distance of the two posteriors at every snapshot of every network, and how good network and predictives are.
 
-    Args:
-        out: each snapshot is kept in its ``parts`` at once; cut and called again, the others follow.
-        networks: title of an architecture to its snapshots, as
-            :class:`~tu_symmetry.callbacks.PosteriorSnapshots` writes them: steps are optimizer steps, and every chain
-            is a network.
-        data: as the networks were trained on them, ``batch_size`` too, which says how many steps an epoch has; with
-            ``val_size`` images for early stopping.
-        priors: ``single`` or ``per_group``.
+    Snapshots are those of :class:`~tu_symmetry.callbacks.PosteriorSnapshots`, whose chains are networks. The data are
+    those of the training, ``batch_size`` too, which says how many steps an epoch has, and ``val_size`` images for
+    early stopping. Each snapshot is kept in the ``parts`` of ``out`` at once.
     """
     if not priors or set(priors) - paper.PRIORS.keys():
         raise ValueError(f"priors: name single, per_group or both, got {list(priors)}")
@@ -258,10 +253,7 @@ def training_claims(found: Found) -> Iterator[str]:
 
 
 def draw_training(path: Path, found: Found) -> None:
-    """Distance, relative distance and NLLs against the epochs; the vertical line is the optimal early stopping.
-
-    Crosses: the evidence of a network had not converged.
-    """
+    """Distance, relative distance and NLLs against the epochs; crosses: the evidence of a network had not converged."""
     styles: dict[str, Any] = {"single": {"marker": "s", "linestyle": (0, (2, 2))}, "per_group": {"marker": "o"}}
     with plots.grid(path, 3, len(found["runs"]), 4.4, 2.7, sharex=True, sharey="row") as axes:
         for column, (name, runs) in zip(axes.T, found["runs"].items(), strict=True):

@@ -22,10 +22,7 @@ DifferenceVariances = Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def expected_absolute(mean: Tensor, variance: Tensor) -> Tensor:
-    """``E |x|`` of ``x ~ N(mean, variance)``; ``|mean|`` where the variance is zero.
-
-    ``sqrt(2 v / pi) exp(-m^2 / 2 v) + m erf(m / sqrt(2 v))``. Its derivative in ``v`` is the density of ``x`` at 0.
-    """
+    """``E |x|`` of ``x ~ N(m, v)``: ``sqrt(2 v / pi) exp(-m^2 / 2 v) + m erf(m / sqrt(2 v))``; ``|m|`` at ``v = 0``."""
     positive = variance > 0
     safe = torch.where(positive, variance, 1.0)
     spread = (2 * safe / math.pi).sqrt() * (-mean.square() / (2 * safe)).exp()

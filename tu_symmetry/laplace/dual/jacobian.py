@@ -39,16 +39,8 @@ def jacobian(tangent: TangentModel, inputs: Any) -> Tensor:
 
 
 def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotangents: Tensor) -> Tensor:
-    """``[count, size]`` for ``[count, batch, outputs]``, at once where the operators can be vectorized."""
-
-    def one(cotangent: Tensor) -> dict[str, Tensor]:
-        return pullback(cotangent)[0]
-
-    try:
-        found: Mapping[str, Tensor] = vmap(one)(cotangents)
-    except RuntimeError:  # an operator without a batching rule
-        each = [one(cotangent) for cotangent in cotangents]
-        found = {name: torch.stack([g[name] for g in each]) for name in tangent.names}
+    """``[count, size]`` for ``[count, batch, outputs]``."""
+    found: Mapping[str, Tensor] = vmap(lambda cotangent: pullback(cotangent)[0])(cotangents)
     return torch.cat([found[name].detach().reshape(len(cotangents), -1) for name in tangent.names], dim=1)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, jacobian, require_measurements, require_observation
 from tu_symmetry.laplace.dual.optimize import DualOptimizer, DualResult, optimize
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
-from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, ordinary
+from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.memory import require_memory
@@ -36,19 +35,6 @@ from tu_symmetry.transfer import moved
 NOISE = "log_noise_variance"
 _NEGLIGIBLE = 1e-13  # of a pair's coefficients in a pattern basis that makes most of them zero
 _LOG_2PI = math.log(2 * math.pi)
-
-
-@dataclass(frozen=True, eq=False)
-class DualPredictive:
-    """A Gaussian over all outputs together, without noise."""
-
-    mean: Tensor  # the network's outputs, in their shape
-    covariance: Tensor  # of the flattened outputs, [d, d], float64
-
-    @property
-    def variance(self) -> Tensor:
-        """Marginal variances in the outputs' shape."""
-        return self.covariance.diagonal().clamp(min=0).view(self.mean.shape)
 
 
 def gaussian_log_density(error: Tensor, covariance: Tensor, extra_variance: float = 0.0) -> float:
@@ -112,8 +98,9 @@ class DualLaplace:
         >>> blocks = [tus.laplace.KernelPrior(["0.weight"]), tus.laplace.IsotropicPrior(["3"])]
         >>> la = DualLaplace(network, structured=blocks)
         >>> found = la.fit([(x, y)]).optimize_evidence()
-        >>> la.predictive(x).variance.shape
-        torch.Size([6, 1])
+        >>> mean, covariance = la.function_covariance()
+        >>> covariance.shape
+        torch.Size([6, 6])
     """
 
     def __init__(
@@ -148,9 +135,10 @@ class DualLaplace:
         read = list(batches(train_loader, next(self.model.parameters()).device))
         if len(read) != 1:
             raise ValueError(f"outputs are taken all together: give one batch [(inputs, targets)], not {len(read)}")
-        ((self._inputs, targets),) = read
-        with evaluating(self.model):
-            found, self._shape = self.tangent.outputs(self._inputs), self._outputs(self._inputs).shape
+        ((inputs, targets),) = read
+        args, kwargs = arguments(inputs)
+        with evaluating(self.model), torch.no_grad():
+            found, self._shape = self.tangent.outputs(inputs), self.model(*args, **kwargs).shape
         matrix = require_observation(self.observation, found.reshape(-1).double())
         y = require_measurements(targets, matrix)
         kernels = 8 * found.numel() ** 2 * (sum(len(p.basis) for p in self.blocks.values()) + 8)
@@ -161,7 +149,7 @@ class DualLaplace:
             "take fewer training outputs. For problems of this size use tu_symmetry.laplace.SampledEvidence, which "
             "multiplies with the Jacobian and never stores it, or LinearizedLaplace",
         )
-        self._keep(jacobian(self.tangent, self._inputs), found, matrix, y)
+        self._keep(jacobian(self.tangent, inputs), found, matrix, y)
         self._fingerprint = self.tangent.fingerprint()
         self.phi = self.initial()
         return self
@@ -231,11 +219,7 @@ class DualLaplace:
     ) -> DualResult:
         """Choose the hyperparameters by the evidence, with a hyperprior where one is given.
 
-        Args:
-            hyperprior: of the length scales.
-            optimizer: ``l-bfgs-b``, some dozens of evaluations, or ``adam``, a fixed number of steps.
-            num_steps: steps of Adam; the most iterations of L-BFGS-B.
-            lr: learning rate of Adam.
+        ``l-bfgs-b`` takes some dozens of evaluations, at most ``num_steps`` iterations; ``adam`` as many steps.
 
         Warns:
             BoundReachedWarning: hyperparameters that stop at a bound.
@@ -305,22 +289,18 @@ class DualLaplace:
             (gradient,) = torch.autograd.grad(chained, leaf)
         return 0.5 * value + float(rest.detach()), gradient
 
-    def predictive(self, inputs: Any = None) -> DualPredictive:
-        """The Gaussian over all outputs of a batch together; None for the training inputs, which needs no Jacobian."""
+    def function_covariance(self) -> tuple[Tensor, Tensor]:
+        """The training outputs, and the posterior's covariance of all together, without noise: ``[d, d]``, float64."""
         self._require_fit()
         if self.tangent.fingerprint() != self._fingerprint:
             raise RuntimeError(
                 "the network's weights have changed since the Laplace approximation was fitted (further training, "
                 "or weights loaded into it); fit again, or put the fitted weights back"
             )
-        if inputs is None:
-            mean = self.outputs.view(self._shape)
-            prior = cross = self.prior_covariance(self.phi)
-        else:
-            mean, prior, cross = self._joint(inputs)
-        white = torch.linalg.solve_triangular(self._root(self.phi), self._rows @ cross.mT, upper=False)
+        prior = self.prior_covariance(self.phi)
+        white = torch.linalg.solve_triangular(self._root(self.phi), self._rows @ prior.mT, upper=False)
         found = prior - white.mT @ white
-        return DualPredictive(mean, (found + found.mT) / 2)
+        return self.outputs.view(self._shape), (found + found.mT) / 2
 
     def function_samples(self, num_samples: int = 100, *, seed: int = 0, prior: bool = False) -> Tensor:
         """Samples of the training outputs ``[samples, *outputs.shape]`` round the network's own, joint over all.
@@ -351,18 +331,6 @@ class DualLaplace:
             found += torch.einsum("r,rij->ij", self.blocks[name].coefficients(own).to(found), self.kernels[name])
         return found
 
-    def _joint(self, inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs of a batch, their prior covariance, and that with the training outputs ``[own, d]``, float64."""
-        device = next(self.model.parameters()).device
-        inputs = mapped(lambda own: own.to(device), ordinary(inputs))
-        if batch_size(inputs) == 0:
-            raise ValueError("the batch holds no samples, so that there is nothing to predict")
-        with evaluating(self.model):
-            plain = jacobian(self.tangent, inputs)
-            weighted = self.blocks.times("covariance", self.split(self.phi)[0], plain)
-            mean, seen = self._outputs(inputs).double(), self.tangent.jvps(self._inputs, weighted)
-        return mean, plain.double() @ weighted.double().mT, seen.flatten(1).double()
-
     def _root(self, phi: Tensor) -> Tensor:
         blocks, log_noise = self.split(phi)
         joined = torch.cat([self.blocks[name].coefficients(own) for name, own in blocks.items()])
@@ -380,12 +348,6 @@ class DualLaplace:
                 "variances, or leave out measurements that repeat others"
             )
         return root
-
-    @torch.no_grad()
-    def _outputs(self, inputs: Any) -> Tensor:
-        args, kwargs = arguments(inputs)
-        found: Tensor = self.model(*args, **kwargs)
-        return found
 
     def _require_fit(self) -> None:
         if not hasattr(self, "phi"):

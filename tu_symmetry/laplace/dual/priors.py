@@ -28,11 +28,7 @@ Prior = TypeVar("Prior", bound="StructuredPrior")
 class StructuredPrior(ABC):
     """The prior of one block of weights; its ``phi`` are the logarithms of what ``hyperparameters`` names, float64.
 
-    Args:
-        parameters: names, or prefixes of names, of the block's parameters.
-        name: name of the block; that of the first parameter without it.
-        variance: to start from.
-        variance_bounds: lowest and highest variance.
+    ``parameters`` are names, or prefixes of names; ``name`` is that of the block. ``variance`` is where it starts.
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("variance",)
@@ -121,14 +117,8 @@ class IsotropicPrior(StructuredPrior):
 class KernelPrior(StructuredPrior):
     """A Gaussian process over the offsets of a convolution's kernel, the same for every pair of channels.
 
-    ``K = variance * (exp(-|o - o'| / lengthscale) + 1e-6 I)``: neighboring entries of a filter are alike, so that
-    samples of the network's output are smooth.
-
-    Args:
-        parameters, name, variance, variance_bounds: see :class:`StructuredPrior`.
-        lengthscale: to start from, in pixels.
-        lengthscale_bounds: lowest and highest length scale.
-        shape: that of the kernels, which :meth:`resolve` reads off the weights.
+    ``K = variance * (exp(-|o - o'| / lengthscale) + 1e-6 I)``, lengths in pixels: neighboring entries of a filter are
+    alike. :meth:`resolve` reads the ``shape`` off the weights; other arguments are those of :class:`StructuredPrior`.
     """
 
     hyperparameters: ClassVar[tuple[str, ...]] = ("variance", "lengthscale")

@@ -27,7 +27,7 @@ class SolverWarning(UserWarning):
 
 
 class ConjugateGradients(NamedTuple):
-    """Solutions of ``K x = b`` for several right sides."""
+    """What conjugate gradients found."""
 
     solution: Tensor  # [count, m]
     iterations: int
@@ -42,10 +42,7 @@ def conjugate_gradients(
     tolerance: float = 1e-3,
     max_iterations: int = 50,
 ) -> ConjugateGradients:
-    """Conjugate gradients for a positive definite operator, all right sides ``[count, m]`` at once.
-
-    ``tolerance`` is one on the residual over the right side.
-    """
+    """``K^-1 b`` for a positive definite operator, all right sides ``[count, m]`` at once, to a relative residual."""
     apply = preconditioner or (lambda r: r)
     size = right.norm(dim=1, keepdim=True).clamp(min=torch.finfo(right.dtype).tiny)
     x, r = torch.zeros_like(right), right.clone()
@@ -223,10 +220,9 @@ class SampledEvidence:
     ) -> tuple[Tensor, Tensor]:
         """Estimates of :meth:`.laplace.DualLaplace.difference_variances`, float64 on the CPU.
 
-        The prior variance of a difference of outputs is ``tr(K_b G)`` with ``G = sum_n g_n g_n^T`` over the patterns of
-        a block, ``g_n`` being its derivative in the weights of one. With random signs ``u_n``, ``h = sum_n u_n g_n``
-        takes one Jacobian product for each entry of a pattern, and ``E h h^T = G``. An estimate is never negative, and
-        off by ``sqrt(2 / num_probes)`` of itself at worst.
+        The prior variance of a difference is ``tr(K_b G)``, ``G = sum_n g_n g_n^T`` of its derivatives ``g_n`` in the
+        patterns of a block. ``h = sum_n u_n g_n`` with random signs takes one Jacobian product for each entry of a
+        pattern, and ``E h h^T = G``. An estimate is never negative, and off by ``sqrt(2 / num_probes)`` of itself.
         """
         prior = self.blocks[name]
         places = self.blocks.places[name].view(-1, prior.pattern)
@@ -254,16 +250,10 @@ class SampledEvidence:
         hyperprior: TotalVariation | None = None,
         hyperprior_probes: int = 20,
     ) -> SampledResult:
-        """Stochastic gradients for all hyperparameters, length scales too; probes are drawn anew for each step.
+        """Stochastic gradients for all hyperparameters; probes are drawn anew for each step.
 
-        Args:
-            noise_variance: to start from.
-            num_steps: how many.
-            lr: learning rate of Adam.
-            decay_every: steps after which the learning rate is halved.
-            refresh_every: steps after which the preconditioner is made anew.
-            hyperprior: added to the negative log evidence; its variances are estimated, once for all steps.
-            hyperprior_probes: random signs of each block for these estimates.
+        After ``decay_every`` steps the learning rate is halved, after ``refresh_every`` the preconditioner made anew.
+        The variances of a hyperprior are estimated once, by ``hyperprior_probes`` random signs of each block.
         """
         energy = None
         if hyperprior is not None:
@@ -295,7 +285,7 @@ class SampledEvidence:
 
 
 def slopes_of(energy: Energy, phi: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of a hyperprior's energy by block; blocks that it does not read are left out."""
+    """Gradients of a hyperprior's energy by block, without blocks that it does not read."""
     with torch.enable_grad():
         leaves = {name: own.detach().clone().requires_grad_() for name, own in phi.items()}
         found = torch.autograd.grad(energy(leaves), list(leaves.values()), allow_unused=True)

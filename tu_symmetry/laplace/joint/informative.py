@@ -1,7 +1,6 @@
-"""The informative part of the curvature: an exact model of the joint objective that needs no network.
+"""The informative part of the curvature ``B^T B``: its longest rows, and the model that they make.
 
-``sum_n J_n^T H_n J_n`` is ``B^T B``, with one row for each observation and direction of its outputs; only the longest
-rows are made. "The joint optimum from few observations" in ``docs/mathematics.md`` has the model and its minimum.
+"The joint optimum from few observations" in ``docs/mathematics.md`` has the model and its minimum.
 """
 
 from __future__ import annotations
@@ -53,14 +52,11 @@ def most_rows(data: TrainingData, groups: PriorGroups, memory: int) -> int:
 
 
 class Chosen(NamedTuple):
-    """Masks of the longest columns of the outputs' roots, chunk by chunk and piece by piece.
+    """The longest columns of the outputs' roots."""
 
-    They hold the ``share`` of the trace of all output Hessians; each holds ``excess`` times as much as the mean column.
-    """
-
-    masks: list[list[Tensor]]
-    share: float
-    excess: float
+    masks: list[list[Tensor]]  # chunk by chunk and piece by piece
+    share: float  # of the trace of all output Hessians that they hold
+    excess: float  # times the mean column's that each of them holds
 
 
 def _pieces(data: TrainingData, linear: Sequence[Tensor]) -> Iterator[Iterator[tuple[slice, Tensor]]]:

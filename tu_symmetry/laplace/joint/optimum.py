@@ -61,14 +61,10 @@ def at_joint_mode(
     mode_tolerance: float | None = None,
     **options: Any,
 ) -> tuple[FittedLaplace, EvidenceResult]:
-    """The joint stationary point of weights and hyperparameters ``(log precisions, log noise variance)``.
+    """The joint stationary point of weights and hyperparameters; other data than those of the fit are refused.
 
-    By default log precisions converge to 1e-6 in double precision, else 0.03, weights to 1e-6 or 0.2 posterior standard
-    deviations. Options are ``max_iterations`` (directions, 1,000), ``memory`` (bytes for data, linearizations and
-    gradients, 2 GiB and more for large networks), and ``progress``.
-
-    Raises:
-        ValueError: other data than those of the fit.
+    Defaults are those of :meth:`~tu_symmetry.laplace.linearized.LinearizedLaplace.optimize_evidence`, with its options
+    ``max_iterations``, ``memory`` and ``progress``.
     """
     fitted = replace(fitted.uncalibrated(), hyperprior=hyperprior)
     tolerance = tolerance or (1e-6 if fitted.theta.dtype == torch.float64 else 3e-2)

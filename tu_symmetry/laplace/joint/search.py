@@ -176,9 +176,8 @@ class _Search:
     def propose(self, point: _Point, gradient: Tensor, wanted: float) -> tuple[list[Tensor], float]:
         """Directions, to be subtracted, and the norm of the gradient in standard deviations of the posterior.
 
-        Where the informative observations hold most of the curvature, their model's direction is the only one; where
-        each holds much more than others do, it comes to the preconditioned gradient. They are chosen anew every few
-        iterations until the norm is near the ``wanted`` one; those of a quadratic loss once.
+        The informative observations are chosen anew every few iterations until the norm is near the ``wanted`` one;
+        those of a quadratic loss once. Where they hold most of the curvature, their direction is the only one.
         """
         due = self.age >= _AGE and self.norm > _NEAR * wanted
         if self.rows and due and not (self.likelihood.quadratic and self.norm < math.inf):
@@ -223,10 +222,7 @@ class _Search:
         return value, self.hyperprior.weight * (rho - self.center) - 0.5 * self.determinants.gamma(rho, tau)
 
     def add_groups(self, point: _Point, gradient: Tensor) -> None:
-        """The weights of each group as directions; of many groups of those that gain most, the others together.
-
-        Precision and norm of a group move together, over decades.
-        """
+        """The weights of each group as directions; of many groups of those that gain most, the others together."""
         groups, theta = self.fitted.groups, point.theta
         slope = groups.total(gradient * theta)
         curvature = groups.total(theta * self.posterior(point).precision_product(theta)).clamp(min=1e-300)
@@ -315,10 +311,7 @@ class _Search:
         return -gradient * scale.square()
 
     def prune(self, point: _Point, before: Tensor) -> _Point:
-        """Under a flat hyperprior: groups that the evidence sends to infinity go there at once, with zero weights.
-
-        The data determine less than a hundredth of a direction there: the rest changes the evidence by less (in nats).
-        """
+        """Under a flat hyperprior: groups that the evidence sends to infinity go there at once, with zero weights."""
         if not math.isinf(self.hyperprior.std) or self.weights_alone:
             return point
         gamma = self.determinants.gamma(point.rho, point.tau)
