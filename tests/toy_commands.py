@@ -65,14 +65,3 @@ def not_a_command(out: str) -> str:
     """Returns something else."""
     CALLS.append("not_a_command")
     return out
-
-
-def take(out: Path, megabytes: int) -> Outcome:
-    """Take memory of the GPU for a moment.
-
-    Args:
-        out: folder of the results.
-        megabytes: how much.
-    """
-    size = torch.empty(megabytes * 2**20, dtype=torch.uint8, device="cuda").numel()
-    return Outcome({"size": size}, f"{size} bytes")

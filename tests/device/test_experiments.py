@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule
-from recipe_runs import run_table
 from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +15,6 @@ from tu_symmetry.datamodules.tomography import measured, strip_projector
 from tu_symmetry.experiments.deep_image_prior import UNet, dropout_posterior, linearized_posterior, sampled_posterior
 from tu_symmetry.experiments.symmetry_aware import SmallLeNet
 from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate
-from tu_symmetry.files import read_json
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.deep_image_prior import Reconstructions
 
@@ -86,21 +84,3 @@ def test_deep_image_priors(tmp_path: Path) -> None:
     assert masks[1]["psnr"] == pytest.approx(masks[0]["psnr"], rel=0.02)
     assert masks[1]["log_likelihood"] == pytest.approx(masks[0]["log_likelihood"], rel=0.05)
     assert_close(found["cuda"], found["cpu"])
-
-
-def test_a_table_writes_the_peak_of_each_commands_memory(tmp_path: Path) -> None:
-    """Beside the times: what a command takes on the device, not what an earlier one took."""
-    (tmp_path / "table.yaml").write_text(
-        f"title: t\nroot: {tmp_path}/root\ncommands:\n"
-        + "".join(f"  - {{name: take{n}, command: run, config: take{n}.yaml}}\n" for n in (64, 16))
-    )
-    for n in (64, 16):
-        options = f"{{out: $root/$name, megabytes: {n}}}"
-        (tmp_path / f"take{n}.yaml").write_text(f"command:\n  class_path: toy_commands.take\n  init_args: {options}\n")
-    torch.cuda.init()
-    _, shown = run_table(tmp_path, tmp_path / "out")
-    found = read_json(tmp_path / "out" / "results.json")[0]["commands"]
-    for n in (64, 16):
-        entry = found[f"take{n}"]
-        assert n * 2**20 <= entry["gpu_allocated"] < (n + 8) * 2**20 <= entry["gpu_reserved"] + 8 * 2**20
-    assert "0.06 GiB on the GPU" in shown
