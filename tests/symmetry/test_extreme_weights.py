@@ -178,9 +178,6 @@ def test_a_planted_permutation_is_found_whatever_the_size_of_the_weights(sizes: 
         assert found.objective / sizes[0] == pytest.approx(ordinary.objective * sizes[1], rel=1e-4)
         if sizes[0] == sizes[1]:
             assert found.distance_before / sizes[0] == pytest.approx(ordinary.distance_before, rel=1e-4)
-        else:
-            larger = math.sqrt(sum(float(t.square().sum()) for t in state.values())) * max(sizes)
-            assert found.distance_after == pytest.approx(larger, rel=1e-4)
 
 
 @pytest.mark.parametrize("reference", ["first", "medoid", "mean", "universe"])
@@ -220,13 +217,3 @@ def test_means_and_paths_of_extreme_weights_stay_in_range() -> None:
     assert mean_state([a, a, b])["w"].tolist() == pytest.approx([1e38, -3e38, 5 / 3], rel=1e-6)
     c, d = {"w": torch.tensor([1 + 2j])}, {"w": torch.tensor([3 - 2j])}
     assert interpolate(c, d, 0.5)["w"].tolist() == mean_state([c, d])["w"].tolist() == [2 + 0j]
-
-
-@pytest.mark.parametrize("size", [1e30, 1e-40, 1e200, 1e-200])
-def test_deviations_of_extreme_weights(size: float) -> None:
-    graph, _ = made("chain")
-    dtype = torch.float32 if 1e-41 < size < 1e31 else torch.float64
-    members = [{n: (t * size).to(dtype) for n, t in made("chain", seed)[1].items()} for seed in range(4)]
-    q = tus.CompactPosterior.from_states(members, graph, align=False)
-    wanted = torch.stack([m["0.weight"].double() / size for m in members]).std(0)
-    torch.testing.assert_close(q.std["0.weight"].double() / size, wanted, rtol=1e-3, atol=1e-4)

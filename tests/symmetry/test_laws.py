@@ -11,7 +11,7 @@ import torch
 from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
-from zoo import discovered, every_case, named, outputs, relative, small, some_cases, weights
+from zoo import discovered, every_case, named, outputs, relative, small, weights
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry import action
@@ -87,15 +87,7 @@ def test_in_place_is_the_same_whatever_the_pieces(case: Case, piece: int, monkey
     assert all(moved[n] is held[n] and torch.equal(moved[n], expected[n]) for n in held)
 
 
-def test_scaling_can_be_differentiated() -> None:
-    graph, state = small(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
-    state["2.weight"].requires_grad_()
-    scaled = tus.apply_scale(graph, {"0": torch.full((5,), 0.5, dtype=torch.float64)}, state)
-    (gradient,) = torch.autograd.grad(scaled["2.weight"].sum(), state["2.weight"])
-    torch.testing.assert_close(gradient, torch.full((2, 5), math.exp(-0.5), dtype=torch.float64))
-
-
-@some_cases
+@every_case
 def test_discovery_leaves_the_model_alone(case: Case) -> None:
     torch.manual_seed(0)
     model = case.build().double().train()

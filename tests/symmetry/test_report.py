@@ -12,25 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
-from torch import Tensor, nn
+from torch import nn
 from toy_networks import mlp
 
 from tu_symmetry import cli
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-
-
-class Masked(nn.Module):
-    """Takes integers and a keyword tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(4, 6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, tokens: Tensor, *, mask: Tensor) -> Tensor:
-        return self.head((self.embedding(tokens) * mask.unsqueeze(-1)).relu().sum(1))
-
 
 NOT_A_MODULE, MLP = 3, "toy_networks.mlp"
 
@@ -122,9 +109,11 @@ def test_inspect_builds_verifies_prints_and_draws(capsys: pytest.CaptureFixture[
     assert "<svg" in (tmp_path / "mlp.html").read_text(encoding="utf-8")
     _, out, err = inspect(capsys, "--model", MLP, "--input", "1,4", "--no-verify")
     assert "not yet verified" in out and "verifying" not in err
-    words = ["--model", f"{__name__}.Masked", "--input", "2,5:long", "--kwargs", "mask=2,5:float32"]
-    status, out, _ = inspect(capsys, *words)
-    assert status == 0 and "embedding" in out
+    words = ["--model", "torch.nn.Embedding", "--init", "num_embeddings=4", "embedding_dim=6", "--input", "2,5:long"]
+    assert inspect(capsys, *words)[0] == 0
+    words = ["--model", "torch.nn.GRU", "--init", "input_size=4", "hidden_size=6", "--input", "5,4"]
+    status, out, _ = inspect(capsys, *words, "--kwargs", "hx=1,6:float32")
+    assert status == 0 and "weight_ih_l0" in out
 
 
 @pytest.mark.parametrize(
