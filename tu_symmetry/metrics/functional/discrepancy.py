@@ -48,16 +48,11 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
 def network_discrepancy(
     x: Mapping[str, Tensor], y: Mapping[str, Tensor], *, graph: SymmetryGraph | None = None
 ) -> Tensor:
-    """Squared MMD of two sets of networks, mean over their tensors; after the removal of symmetries it is NS.
+    """Squared MMD of two sets of stacked networks ``(S, ...)``, mean over their tensors; without symmetries it is NS.
 
     "MMD computed after the removal of the symmetries" is what arXiv 2310.08287 calls NS. How that paper makes one
-    number of its layers' values is not published; the mean over tensors is our choice.
-
-    Args:
-        x: stacked states ``(S, ...)``.
-        y: stacked states ``(T, ...)``.
-        graph: the symmetry graph; plain MMD without it. With it only parameters are compared, tied ones once, and not
-            the running statistics, after the paper's :func:`removal`.
+    number of its layers' values is not published; the mean over tensors is our choice. With a ``graph`` only parameters
+    are compared, tied ones once, and not the running statistics, after the paper's :func:`removal`.
 
     Raises:
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
