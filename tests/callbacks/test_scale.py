@@ -10,7 +10,6 @@ import pytest
 import torch
 from drawn import generator, normal
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from trainings import adam, cnn, fit, mlp, mlp_graph, routine, sgd
 
@@ -192,23 +191,6 @@ def test_optimizers_that_cannot_follow_are_refused_before_anything_moves() -> No
         with pytest.raises(SymmetryError, match=f"{key}.*not known"):
             scale_in_place(mlp_graph(), s, model, optimizers=[optimizer])
         assert all(torch.equal(t, before[n]) for n, t in parameters_of(model).items())
-
-
-def test_weight_averages_follow() -> None:
-    """The average at the end is the average of weights that were all mapped to the last coordinates."""
-    module, watch = routine(), Watch()
-    canonical = mlp_canonicalization(every_n_steps=12, at_end=False, in_place=True)
-    fit(module, EMAWeightAveraging(decay=0.9), canonical, watch)
-    before = {n: t / moved_factors(canonical.log_scales[0])[n] for n, t in watch.states[12].items()}
-    average: dict[str, Tensor] | None = None
-    for step, state in watch.states.items():
-        state = before if step == 12 else state
-        average = state if average is None else {n: t.lerp(state[n], 0.1) for n, t in average.items()}
-        if step == 12:
-            average = {n: t * moved_factors(canonical.log_scales[0])[n] for n, t in average.items()}
-    assert average is not None
-    for name, tensor in parameters_of(module.model).items():
-        torch.testing.assert_close(tensor, average[name], rtol=1e-9, atol=1e-12)
 
 
 def test_swag_statistics_follow() -> None:

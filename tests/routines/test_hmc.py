@@ -136,15 +136,6 @@ def test_tied_weights_buffers_and_two_chains_in_one_store(tmp_path: Path) -> Non
         run(tmp_path, 4, chain=1, model=network)
 
 
-def test_what_is_kept_does_not_grow_with_the_chain(tmp_path: Path) -> None:
-    def size(steps: int) -> int:
-        saving = ModelCheckpoint(tmp_path / str(steps), filename="c", every_n_train_steps=steps)
-        run(tmp_path / str(steps), steps, None, saving, leapfrog_steps=1, samples=None)
-        return Path(saving.best_model_path).stat().st_size
-
-    assert size(60) - size(20) < 40 * 17 * 8 + 2000  # 17 numbers a transition, whatever the network
-
-
 def test_adaptation_reaches_the_acceptance_asked_for() -> None:
     chain = HamiltonianChain(posterior(), step_size=1e-3, leapfrog_steps=10, warmup=60, adapt_step_size=True, seed=1)
     made = [chain.step() for _ in range(120)][60:]

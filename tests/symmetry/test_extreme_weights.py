@@ -195,13 +195,12 @@ def test_ensembles_of_extreme_weights_are_aligned_as_ordinary_ones(reference: An
     assert all(bool(torch.isfinite(t).all()) for s in result.states for t in s.values())
 
 
-@pytest.mark.parametrize("size", [1e30, 3e37, 1e200])
+@pytest.mark.parametrize("size", [1e30, 3e37])
 def test_discrepancies_do_not_depend_on_the_scale(size: float) -> None:
     generator = torch.Generator().manual_seed(5)
     x, y = (torch.randn(12, 7, generator=generator) * 100 + shift for shift in (0, 200))  # above the floors
-    dtype = torch.float64 if size > 1e38 else torch.float32
     wanted = maximum_mean_discrepancy(x.double(), y.double())
-    far = [(samples.double() * (size / 100)).to(dtype) for samples in (x, y)]
+    far = [(samples.double() * (size / 100)).float() for samples in (x, y)]
     found = maximum_mean_discrepancy(*far)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
     assert float(wanted) > 0.01

@@ -41,9 +41,7 @@ class SymmetryCallback(ScheduledCallback):
         members: where the networks are: an attribute path or a callable of the LightningModule. Default: the
             ``core_models`` of TorchUncertainty's deep ensembles, else the routine's ``model`` without averaging
             wrappers, else its only submodule with weights.
-        every_n_epochs: act at the end of every n-th epoch.
-        every_n_steps: act after every n-th optimizer step.
-        at_end: act when training ends.
+        every_n_epochs, every_n_steps, at_end: see :class:`~tu_symmetry.callbacks.schedule.ScheduledCallback`.
         in_place: change the networks themselves, with everything that belongs to their weights.
         graph: the networks' symmetry graph. Default: it is discovered with the LightningModule's
             ``example_input_array``, or else with the first batch of training (its first tensor).

@@ -43,8 +43,7 @@ class LastCheckpoint(ModelCheckpoint):
     accumulated. With other loaders it is written at the end of an epoch only.
 
     Give the length of a run as ``max_epochs`` where you can: Lightning 2.6 counts one epoch too few after a run of
-    ``max_steps`` is resumed at the end of an epoch, so such a run is saved within its epochs if these have several
-    batches. ``max_time`` counts the time of all parts of a resumed run: raise it for every further part.
+    ``max_steps`` is resumed at the end of an epoch. ``max_time`` counts the time of all parts of a resumed run.
 
     Args:
         dirpath: folder of the file; ``checkpoints`` in ``default_root_dir`` of the trainer by default.

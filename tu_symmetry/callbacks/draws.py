@@ -27,7 +27,7 @@ from tu_symmetry.states import stack_states
 
 
 class PosteriorDraws(Callback):
-    """At the end of a fit, draws networks of the plain architecture and writes them to a sample store.
+    """At the end of a fit, draws networks of the plain architecture into a sample store, ``samples`` in its folder.
 
     What is drawn from is, in this order: the approximation of a :class:`~tu_symmetry.callbacks.FitLaplace` that stands
     before it among the callbacks; the Gaussian of a :class:`~tu_symmetry.routines.VariationalRoutine`; else the
@@ -35,7 +35,6 @@ class PosteriorDraws(Callback):
 
     Args:
         num_samples: number of networks.
-        folder: folder of the store; ``samples`` in the trainer's ``default_root_dir`` by default.
         seed: seed of the draws.
         dtype: ``float16`` or ``bfloat16`` to store half as much; floating-point tensors only.
     """
@@ -43,7 +42,6 @@ class PosteriorDraws(Callback):
     def __init__(
         self,
         num_samples: int = 100,
-        folder: str | Path | None = None,
         *,
         seed: int = 0,
         dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = None,
@@ -54,7 +52,6 @@ class PosteriorDraws(Callback):
         if dtype not in (None, "float16", "bfloat16", "float32", "float64"):
             raise ValueError(f"dtype must be float16, bfloat16, float32 or float64, got {dtype!r}")
         self.num_samples = num_samples
-        self.folder = None if folder is None else Path(folder)
         self.seed = seed
         self.dtype: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
 
@@ -69,7 +66,7 @@ class PosteriorDraws(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end."""
-        require_free(self._folder(trainer), resumed=trainer.ckpt_path is not None)
+        require_free(_folder(trainer), resumed=trainer.ckpt_path is not None)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Refuse at the first batch what the end of the fit would refuse."""
@@ -86,7 +83,7 @@ class PosteriorDraws(Callback):
         with on_training_device(trainer, pl_module):
             drawn = self._draws(trainer, pl_module, loader)
             states = _with_statistics(pl_module, loader, drawn)
-        folder = self._folder(trainer)
+        folder = _folder(trainer)
         store_at_end(
             folder,
             {n: self._converted(n, t) for n, t in states.items()},
@@ -98,9 +95,6 @@ class PosteriorDraws(Callback):
             seed=self.seed,
         )
         rank_zero_info("%d networks of %s in %s", self.num_samples, drawn.method, folder)
-
-    def _folder(self, trainer: Trainer) -> Path:
-        return Path(trainer.default_root_dir) / "samples" if self.folder is None else self.folder
 
     def _converted(self, name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.detach().cpu()
@@ -160,6 +154,10 @@ class TrueTemperature(Callback):
                     )
                 group["noise_factor"] = math.sqrt(1 / points)
                 group["weight_decay"] = self.prior_precision / points
+
+
+def _folder(trainer: Trainer) -> Path:
+    return Path(trainer.default_root_dir) / "samples"
 
 
 def _inputs(batch: Any) -> Tensor | None:

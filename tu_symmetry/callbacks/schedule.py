@@ -24,9 +24,6 @@ class ScheduledCallback(Callback):
             count; resumed, it does when it is whole.
         at_end: act once more when training ends, unless the last step has been acted on already.
         start: epochs (or steps, with ``every_n_steps``) to let pass before the interval starts to count.
-
-    Raises:
-        ValueError: if two of the schedules are given, a number is too small, or nothing would ever happen.
     """
 
     def __init__(

@@ -29,9 +29,7 @@ class PosteriorSnapshots(ScheduledCallback):
         folder: folder of the store; a store that is there must be of the same architecture.
         members: as for :class:`~tu_symmetry.callbacks.Rebasin`, or the members of a
             :class:`~tu_symmetry.routines.MembersRoutine`.
-        every_n_epochs: write at the end of every n-th epoch after the burn-in.
-        every_n_steps: write after every n-th optimizer step after the burn-in.
-        at_epochs: write at the end of these epochs instead, counted from 1.
+        every_n_epochs, every_n_steps, at_epochs: see :class:`~tu_symmetry.callbacks.schedule.ScheduledCallback`.
         burn_in: epochs (optimizer steps with ``every_n_steps``) to leave out first; the interval is the thinning.
         at_end: also write the last weights.
         chain: number of the first member's chain; runs with other seeds can share a store under other numbers.

@@ -80,17 +80,16 @@ class CompactPosterior:
         align: bool = True,
         **options: Any,
     ) -> CompactPosterior:
-        """Fit the posterior to networks, in float64; it has their precision, float32 at least.
+        """Fit the posterior to at least two networks, in float64; it has their precision, float32 at least.
 
         Args:
-            states: at least two networks: a stack, a list of state dicts, or a store.
+            states: a stack, a list of state dicts, or a store.
             graph: the architecture's symmetry graph.
             align: True for q_r, False for q_d.
             options: what :func:`tu_symmetry.align` takes besides.
 
         Raises:
             SymmetryError: states of another architecture, NaN or infinite weights.
-            ValueError: a single network.
         """
         members: Sequence[Mapping[str, Tensor]] = states if isinstance(states, SampleStore) else unstack(states)
         count = len(members)

@@ -159,10 +159,9 @@ def chain_diagnostics(series: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def estimated_sample_size(series: Tensor) -> Tensor:
-    """Effective sample sizes of one chain ``(S, ...)`` by Geyer's initial monotone sequence.
+    """Effective sample sizes of one chain ``(S, ...)`` by Geyer's initial monotone sequence, at most ``S * log10(S)``.
 
-    Unlike Pyro's, it makes no table of ``(S / 2)^2`` entries. As in Stan, no size exceeds ``S * log10(S)`` (or ``S``,
-    if larger).
+    Unlike Pyro's, it makes no table of ``(S / 2)^2`` entries.
     """
     with from_extra("sampling", purpose="an effective sample size"):
         from pyro.ops.stats import autocorrelation

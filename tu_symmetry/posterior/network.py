@@ -55,11 +55,7 @@ def require_function_of_parameters(model: nn.Module) -> None:
 
 
 def initialized(model: nn.Module, seed: int) -> nn.Module:
-    """A copy of a network with parameters that ``reset_parameters`` of its layers draws, on the CPU.
-
-    Raises:
-        ValueError: if a layer owns parameters and has no ``reset_parameters``.
-    """
+    """A copy of a network with parameters that ``reset_parameters`` of its layers draws, on the CPU."""
     device = next(model.parameters()).device
     fresh = copy.deepcopy(model).cpu()
     with seeded(seed, torch.device("cpu")):
@@ -76,14 +72,7 @@ def initialized(model: nn.Module, seed: int) -> nn.Module:
 
 
 class BayesianNetwork:
-    """A network as a function of its parameters, with all its data ``(N, ...)``; in ``eval`` mode, buffers as they are.
-
-    Attributes:
-        parameters: the network's own, by name; tied ones once.
-
-    Raises:
-        ValueError: data that do not fit or are not finite, a network without parameters or with running statistics.
-    """
+    """A network as a function of its parameters, with all its data ``(N, ...)``; ``eval`` mode, buffers as they are."""
 
     def __init__(
         self, model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, nll: NLL, device: torch.device | str

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from tu_symmetry.files import SUFFIXES
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.sources import SUFFIXES, natural
 from tu_symmetry.states import SampleFileError, State, layout_of, load_state, require_same
 
 CHECKPOINTS = "torch-uncertainty/Checkpoints"
@@ -30,18 +30,14 @@ Load = Callable[[], State]
 def list_checkpoints(source: str | os.PathLike[str] = CHECKPOINTS) -> dict[str, list[str]]:
     """The folders below a local folder, or in a data set of Hugging Face, that hold checkpoints or archives of them.
 
-    Returns:
-        Folder, relative to the source (``.`` for itself), to its files in the order of the numbers in their names.
-
-    Raises:
-        SampleFileError: neither a folder nor a data set that can be reached; nothing in it.
+    Each (``.`` is the source itself) with its files, in the order of the numbers in their names.
     """
     if Path(source).is_dir():
         names = [p.relative_to(source).as_posix() for p in Path(source).rglob("*") if p.is_file()]
     else:
         names = _asked(source, lambda hub: hub.list_repo_files(str(source), repo_type="dataset"))
     by_folder: dict[str, list[str]] = {}
-    for name in sorted(names, key=lambda name: natural(Path(name))):
+    for name in sorted(names, key=_natural):
         if name.endswith((*SUFFIXES, *ARCHIVES)):
             by_folder.setdefault(Path(name).parent.as_posix(), []).append(name)
     if not by_folder:
@@ -61,16 +57,9 @@ def collect_checkpoints(
 ) -> SampleStore:
     """Stream a folder of checkpoints into a sample store; a call that was interrupted goes on.
 
-    Networks are numbered in the order of their files, within an archive in the archive's order; they become chains
-    ``0, 1, ...`` from number ``start`` on. Archives are read as streams, up to the last network that is wanted.
-
-    Args:
-        out: folder of the store; new, or of an interrupted call.
-        source: a local folder, or the name of a data set of Hugging Face.
-        folder: which of its folders, as :func:`list_checkpoints` names it.
-        start: number of the first network.
-        count: number of networks; all that follow by default.
-        progress: receives ``done`` and ``file`` after each network.
+    Networks are numbered in the order of their files, within an archive in the archive's order; ``count`` of them (or
+    all) become chains ``0, 1, ...`` from number ``start`` on. Archives are read up to the last one that is wanted.
+    ``progress`` receives ``done`` and ``file`` after each network.
 
     Raises:
         SampleFileError: no such folder or data set; a file that is damaged, or of another architecture than the first.
@@ -239,3 +228,8 @@ def _asked(source: str | os.PathLike[str], ask: Callable[[Any], Any]) -> Any:
             f"there is a network, get it with `hf download {source} --repo-type dataset --local-dir DIR` (with "
             "--include 'FOLDER/*' a part of it), and give DIR in its place"
         ) from error
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """``net_2`` before ``net_10``."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

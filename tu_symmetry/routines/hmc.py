@@ -39,15 +39,13 @@ class HMCRoutine(PredictiveRoutine):
 
     Args:
         model: the network; its own parameters are the start. It runs in ``eval`` mode.
-        step_size: leapfrog step.
-        leapfrog_steps: leapfrog steps of a trajectory.
+        step_size, leapfrog_steps: of a trajectory.
         burn_in: transitions before the first sample.
         stored: ``(first, last, count)``: of the transitions after the burn-in store only ``linspace`` of these.
         prior_precision: inverse variance of the prior of every parameter.
         nll: summed negative log-likelihood of ``(outputs, targets)`` in nats.
         adapt_step_size: adapt the step during the burn-in to an acceptance of 0.8 (the trajectory's length stays).
-        seed: seed of the chain.
-        chain: number of the chain in the store.
+        seed, chain: seed of the chain, and its number in the store.
         samples: folder of the :class:`~tu_symmetry.posterior.samples.SampleStore`; None to store no samples.
         matmul_precision: ``high`` allows TF32 on a GPU; the acceptance corrects the trajectory, not the potential.
     """

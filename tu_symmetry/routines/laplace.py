@@ -87,16 +87,10 @@ class LaplacePostProcessing(PostProcessing):
 class LaplaceEnsemble(nn.Module):
     """Functions drawn from a linearized Laplace approximation, as the members of an ensemble.
 
-    While it trains, and while :class:`~tu_symmetry.callbacks.FitLaplace` has not fitted yet, it is the network itself.
+    While it trains, and while :class:`~tu_symmetry.callbacks.FitLaplace` has not fitted yet, it is the ``core_model``.
     Afterwards ``forward`` maps a batch ``[B, ...]`` to ``[num_samples * B, C]``, all inputs of the first function
     first: ``f(x) + J(x) (theta_m - theta~)`` with the same weights ``theta_m`` for every input and batch. Routines take
     it with ``is_ensemble=True``.
-
-    Args:
-        core_model: the network.
-        num_samples: number of functions.
-        seed: seed of the functions.
-        laplace: the approximation of ``core_model``; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
     """
 
     def __init__(

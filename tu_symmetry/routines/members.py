@@ -82,8 +82,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         initial_states: folder of a sample store with a state for each member to start from, in place of fresh
             initializations; a resumed fit starts from its checkpoint all the same.
         chunk_size: how many members are evaluated at a time, to save memory; None for all.
-        optimizer: optimizer of the stack; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
-        lr_scheduler: learning-rate scheduler of the optimizer.
+        optimizer, lr_scheduler: of the stack; Adam with learning rate 1e-3 by default. LightningCLI's goes first.
     """
 
     def __init__(

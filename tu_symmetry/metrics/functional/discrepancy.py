@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -39,14 +38,9 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
     translated, and, as long as the bandwidths' floors do not act, when both are scaled.
     """
     x, y = checked_samples(x, y)
-    largest = max(largest_entry(x), largest_entry(y))
-    unit = 1.0
-    if largest > 0 and not 1e-12 < largest < 1e12:  # single precision does not hold the squares of distances
-        exponent = math.frexp(largest)[1]
-        halves = 2.0 ** -(exponent // 2), 2.0 ** -(exponent - exponent // 2)
-        x, y = (samples.double() * halves[0] * halves[1] for samples in (x, y))
-        unit = halves[0] * halves[1]  # of distances, and so of the bandwidths' floors
-    kernel = mean_kernel(both_distances(torch.cat([x, y])), len(x), unit=unit)
+    if max(largest_entry(x), largest_entry(y)) > 1e12:  # single precision does not hold the squares of distances
+        x, y = x.double(), y.double()
+    kernel = mean_kernel(both_distances(torch.cat([x, y])), len(x))
     is_first = torch.arange(len(kernel), device=kernel.device) < len(x)
     return u_statistics(kernel, torch.stack([is_first, ~is_first], dim=1).to(kernel))[0]
 
@@ -54,16 +48,11 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
 def network_discrepancy(
     x: Mapping[str, Tensor], y: Mapping[str, Tensor], *, graph: SymmetryGraph | None = None
 ) -> Tensor:
-    """Squared MMD of two sets of networks, mean over their tensors; after the removal of symmetries it is NS.
+    """Squared MMD of two sets of stacked networks ``(S, ...)``, mean over their tensors; without symmetries it is NS.
 
     "MMD computed after the removal of the symmetries" is what arXiv 2310.08287 calls NS. How that paper makes one
-    number of its layers' values is not published; the mean over tensors is our choice.
-
-    Args:
-        x: stacked states ``(S, ...)``.
-        y: stacked states ``(T, ...)``.
-        graph: the symmetry graph; plain MMD without it. With it only parameters are compared, tied ones once, and not
-            the running statistics, after the paper's :func:`removal`.
+    number of its layers' values is not published; the mean over tensors is our choice. With a ``graph`` only parameters
+    are compared, tied ones once, and not the running statistics, after the paper's :func:`removal`.
 
     Raises:
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
@@ -112,12 +101,12 @@ def weight_vectors(
     return {name: t.detach().flatten(1) for name, t in states.items() if t.is_floating_point()}
 
 
-def mean_kernel(distances: Sequence[Tensor], count_x: int, *, unit: float = 1.0) -> Tensor:
+def mean_kernel(distances: Sequence[Tensor], count_x: int) -> Tensor:
     """The mean of all kernels from L1 and L2 distances of the pooled samples ``(N, N)``, with 0 on the diagonal."""
     mean = torch.zeros_like(distances[0])
     for power, matrix in enumerate(distances, start=1):
         between = matrix[:count_x, count_x:][:_BANDWIDTH_SAMPLES, :_BANDWIDTH_SAMPLES]
-        for bandwidth in _bandwidths(between, unit):
+        for bandwidth in _bandwidths(between):
             mean += (-((matrix / bandwidth) ** power)).exp_().fill_diagonal_(0)
     return mean / (BANDWIDTHS * len(KERNELS))
 
@@ -145,7 +134,7 @@ def u_statistics(kernel: Tensor, weights: Tensor, runs: Tensor | None = None) ->
     return within(a, ka) + within(b, kb) - 2 * (b * ka).sum(0) / (a.sum(0) * b.sum(0))
 
 
-def _bandwidths(between: Tensor, unit: float) -> Tensor:
+def _bandwidths(between: Tensor) -> Tensor:
     """MMDAgg's bandwidths, ascending in geometric progression from ``lambda_min / 2`` to ``2 lambda_max``, float64.
 
     ``lambda_min`` is the smallest distance or, where that is below 0.1, the larger of the 5 % quantile and 0.1;
@@ -154,8 +143,8 @@ def _bandwidths(between: Tensor, unit: float) -> Tensor:
     d = between.flatten().double().sort().values
     median = (d[(len(d) - 1) // 2] + d[len(d) // 2]) / 2
     d = torch.where(d == 0, median, d).sort().values
-    smallest = torch.where(d[0] >= 0.1 * unit, d[0], d[int(0.05 * len(d))].clamp_min(0.1 * unit))
-    largest = d[-1].clamp_min(0.3 * unit)
+    smallest = torch.where(d[0] >= 0.1, d[0], d[int(0.05 * len(d))].clamp_min(0.1))
+    largest = d[-1].clamp_min(0.3)
     exponents = torch.arange(BANDWIDTHS, dtype=torch.float64, device=d.device) / (BANDWIDTHS - 1)
     return smallest / 2 * (4 * largest / smallest) ** exponents
 
@@ -185,12 +174,9 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Removal:
-    """A canonical form of networks: first the scale of every unit, then the order of the units.
+    """A canonical form of networks: a ``scale`` of the units (see :func:`~tu_symmetry.canonicalize`), then an order.
 
-    Attributes:
-        name: what it is called where values of it are reported.
-        scale: see :func:`~tu_symmetry.canonicalize`.
-        reference: a state that units are matched to; None to sort them by their largest weight.
+    Units are matched to those of the ``reference``, or else sorted by their largest weight.
     """
 
     name: str

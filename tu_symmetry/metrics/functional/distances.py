@@ -23,8 +23,7 @@ class VectorDistances:
     Attributes:
         aligned_l2: mean L2 distance between a vector of one set and one of the other.
         within: the same inside each set.
-        energy: energy distance ``2 E|X - Y| - E|X - X'| - E|Y - Y'|``, an estimate without bias, about 0 for equal
-            distributions.
+        energy: ``2 E|X - Y| - E|X - X'| - E|Y - Y'|`` without bias, about 0 for equal distributions.
         sliced_wasserstein: 2-Wasserstein distance of random projections, root of the mean square over them.
     """
 
@@ -43,13 +42,8 @@ def vector_distances(
 ) -> VectorDistances:
     """Distances of two sets of vectors ``(S, D)`` and ``(T, D)``; of aligned networks, up to their symmetries.
 
-    Laws: symmetric; unchanged when both sets are translated; proportional to their scale.
-
-    Args:
-        x: vectors; they stay where they are, and 2**28 entries go to ``device`` at a time.
-        y: vectors.
-        generator: source of the directions of the projections; without one they cannot be repeated.
-        device: where it is computed; without one where ``x`` is.
+    Laws: symmetric; unchanged when both sets are translated; proportional to their scale. The vectors stay where they
+    are, and 2**28 entries go to ``device`` at a time; ``generator`` draws the directions of the projections.
     """
     a, b = checked_samples(x, y)
     s, t = len(a), len(b)
@@ -103,12 +97,7 @@ def gaussian_wasserstein(x: Tensor, y: Tensor) -> Tensor:
     ``W^2 = tr(X + Y - 2 (X^1/2 Y X^1/2)^1/2)`` is computed as the smallest ``|X^1/2 - Y^1/2 U|^2`` (Frobenius) over all
     rotations ``U``, since the trace cancels where the two are alike. It is a metric, unchanged when both are rotated.
 
-    Args:
-        x: covariances, which may be singular; eigenvalues that are negative within rounding error count as 0.
-        y: covariances; batch dimensions are broadcast.
-
-    Raises:
-        ValueError: shapes that do not fit, NaN or infinite values, matrices that are no covariances.
+    Covariances may be singular; eigenvalues that are negative within rounding error count as 0.
     """
     if x.ndim < 2 or y.ndim < 2 or not x.shape[-2] == x.shape[-1] == y.shape[-1] == y.shape[-2]:
         raise ValueError(
