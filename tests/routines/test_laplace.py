@@ -14,7 +14,7 @@ from trainings import trainer
 
 from tu_symmetry.callbacks import FitLaplace
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing
+from tu_symmetry.routines import LaplaceEnsemble, LaplacePostProcessing, LaplaceRegressionRoutine
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -186,6 +186,40 @@ def test_ensemble_before_the_fit() -> None:
     torch.testing.assert_close(ensemble(x[:2]).reshape(4, 2, CLASSES), outputs[:, :2])  # the same functions
     with pytest.raises(ValueError, match="at least 1"):
         LaplaceEnsemble(model, 0)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_regression_metrics_equal_a_hand_computation(outputs: int) -> None:
+    data = DataModule("regression")
+    if outputs == 2:
+        for name in ("train_set", "test_set", "held_out"):
+            x, y = getattr(data, name).tensors
+            setattr(data, name, TensorDataset(x, torch.stack([y, x[:, 0] * x[:, 1]], 1)))
+    model = net(outputs)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    routine = LaplaceRegressionRoutine(model, outputs, nn.MSELoss(), optim_recipe=optimizer)
+    found, callback = run(routine, data, likelihood="regression", evaluate_at="map")
+    assert found.keys() >= {"test/reg/NLL", "test/cal/QCE", "test/reg/MAE", "test/reg/RMSE"}
+    la = by_hand(model, data, likelihood="regression", evaluate_at="map")
+    x, y = data.test_set.tensors
+    y = y.reshape(len(y), outputs)
+    predictive = la.predictive(x)
+    residual = y - predictive.mean
+    terms = 0.5 * (residual.square() / predictive.variance + (2 * torch.pi * predictive.variance).log())
+    assert found["test/reg/NLL"] == pytest.approx(float(terms.mean()), rel=1e-3)  # TorchUncertainty: per output
+    assert found["test/reg/RMSE"] == pytest.approx(float(residual.square().mean().sqrt()), rel=1e-4)
+    assert 0 < found["test/cal/QCE"] < 1
+    assert callback.laplace is not None
+    assert callback.laplace.noise_variance == pytest.approx(la.noise_variance, rel=1e-3)
+    assert float(predictive.epistemic.mean()) > 1e-3 * la.noise_variance, "vacuous: no epistemic variance"
+
+
+def test_regression_needs_an_approximation_and_one_network() -> None:
+    routine = LaplaceRegressionRoutine(net(1), 1, loss=nn.MSELoss())
+    with pytest.raises(RuntimeError, match="FitLaplace"):
+        trainer().test(routine, DataModule("regression"), verbose=False)
+    with pytest.raises(ValueError, match="leave out dist_family"):
+        LaplaceRegressionRoutine(net(1), 1, dist_family="normal")
 
 
 def test_functions_of_a_regression_as_an_ensemble() -> None:

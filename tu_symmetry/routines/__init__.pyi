@@ -5,6 +5,7 @@ from .ensembles import posterior_ensemble as posterior_ensemble
 from .hmc import HMCRoutine as HMCRoutine
 from .laplace import LaplaceEnsemble as LaplaceEnsemble
 from .laplace import LaplacePostProcessing as LaplacePostProcessing
+from .laplace import LaplaceRegressionRoutine as LaplaceRegressionRoutine
 from .members import MembersRoutine as MembersRoutine
 from .swag import SWAG as SWAG
 from .variational import VariationalRoutine as VariationalRoutine

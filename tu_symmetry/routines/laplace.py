@@ -1,4 +1,4 @@
-"""Linearized Laplace in TorchUncertainty's routines: a post-processing, and an ensemble of functions.
+"""Linearized Laplace in TorchUncertainty's routines: a post-processing, an ensemble of functions, a regression routine.
 
 :class:`~tu_symmetry.callbacks.FitLaplace` fits the approximation to the trained network, on training data, and attaches
 it to what is here. TorchUncertainty hands post-processings validation or test data; those are never used.
@@ -10,14 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution, Independent, Normal
 from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
 
 from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.laplace.likelihood import LinkApprox, check_link_approx
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 with scripting_unsaid():
+    from torch_uncertainty.metrics import DistributionNLL, QuantileCalibrationError
     from torch_uncertainty.post_processing import PostProcessing
+    from torch_uncertainty.routines import RegressionRoutine
 
 _MISSING = (
     "no Laplace approximation is attached: add tu_symmetry.callbacks.FitLaplace to the trainer's callbacks, or call "
@@ -127,6 +131,78 @@ class LaplaceEnsemble(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             samples = self.laplace.function_samples(x, self.num_samples, seed=self.seed).flatten(0, 1)
         return samples if self.laplace.likelihood.noisy else self.laplace.sharpness * samples
+
+
+class LaplaceRegressionRoutine(RegressionRoutine):
+    """TorchUncertainty's regression routine with a linearized Laplace approximation's predictive at test.
+
+    Training and validation are those of the routine without ``dist_family``. At test every output has a normal
+    distribution with the posterior's variance plus the noise's, independent given the input, so that ``test/reg/NLL``
+    (nats, for each output) and ``test/cal/QCE`` are logged beside MAE and RMSE.
+
+    Args:
+        model: the network, with outputs ``[batch, output_dim]``.
+        loss: loss of training, for example ``nn.MSELoss()``.
+        laplace: the approximation; None for :class:`~tu_symmetry.callbacks.FitLaplace` to attach one.
+        options: further arguments of the routine (``optim_recipe``, ``log_plots``, ``save_to_csv``, ...).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        output_dim: int,
+        loss: nn.Module | None = None,
+        *,
+        laplace: LinearizedLaplace | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("dist_family") is not None or options.get("is_ensemble"):
+            raise ValueError(
+                "the Laplace approximation gives the predictive distribution of one network with real outputs: leave "
+                "out dist_family and is_ensemble (for samples of functions, RegressionRoutine takes a LaplaceEnsemble)"
+            )
+        super().__init__(model, output_dim, loss, **options)
+        self.laplace: LinearizedLaplace | None = None
+        self.attach_laplace(laplace)
+
+    def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
+        """Predict with this approximation; it has to be of the routine's network, no copy, and of a regression."""
+        if laplace is not None:
+            if not laplace.likelihood.noisy:
+                raise ValueError(
+                    f"the Laplace approximation is of a {laplace.likelihood.name}, not of a regression: "
+                    "FitLaplace(likelihood='regression')"
+                )
+            _require_part(laplace, self.model)
+        self.laplace = laplace
+
+    def _init_metrics(self) -> None:
+        super()._init_metrics()
+        error = QuantileCalibrationError(num_bins=self.num_bins_calibration_error)
+        metrics = {"reg/NLL": DistributionNLL(reduction="mean"), "cal/QCE": error}
+        self.test_prob_metrics = MetricCollection(metrics, prefix="test/")
+
+    def on_test_start(self) -> None:
+        """Require an approximation."""
+        if self.laplace is None:
+            raise RuntimeError(_MISSING)
+        super().on_test_start()
+
+    def evaluation_forward(self, inputs: Tensor) -> tuple[Tensor, Distribution | None]:
+        """Prediction and, at test, the predictive distribution."""
+        if self.laplace is None or not self.trainer.testing:
+            return super().evaluation_forward(inputs)
+        with torch.autocast(inputs.device.type, enabled=False):
+            found = self.laplace.predictive(inputs)
+        return found.mean, Independent(Normal(found.mean, found.variance.sqrt()), 1)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics, those of the distribution among them."""
+        self.probabilistic = True  # only here: in training and in forward the network has no distribution
+        try:
+            super().on_test_epoch_end()
+        finally:
+            self.probabilistic = False
 
 
 def _require_part(laplace: LinearizedLaplace, model: nn.Module) -> None:
