@@ -205,7 +205,8 @@ def test_arguments_that_make_no_sense(
     if count:
         samples = tmp_path / "few"
         few = SampleStore.create(samples, architecture="ResNet", method="none")
-        few.append(stack_states(SampleStore.open(out / "samples")[:count]), chain=range(count), step=[0] * count)
+        whole = SampleStore.open(out / "samples")
+        few.append(stack_states([whole[k] for k in range(count)]), chain=range(count), step=[0] * count)
     with pytest.raises((ValueError, FileError), match=message):
         measure(tmp_path / "b", architecture("resnet"), data(), samples, out / "matching", **options)
 

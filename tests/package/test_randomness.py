@@ -136,6 +136,8 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "DualLaplace": lambda p: tus.laplace.DualLaplace(plain(), structured=[tus.laplace.IsotropicPrior(["0"])]),
     "LaplaceEnsemble": lambda p: tus.routines.LaplaceEnsemble(fitted().model, 2, laplace=fitted())(torch.zeros(2, 4)),
     "LaplacePostProcessing": lambda p: tus.routines.LaplacePostProcessing(fitted())(torch.zeros(2, 4)),
+    "LaplaceRegressionRoutine": lambda p: tus.routines.LaplaceRegressionRoutine(plain(), 3, nn.MSELoss()),
+    "EpistemicCriterion": lambda p: tus.routines.EpistemicCriterion(),
     "HMCRoutine": lambda p: tus.routines.HMCRoutine(net()),
     "MembersRoutine": lambda p: tus.routines.MembersRoutine(net(), 2).member(1),
     "VariationalRoutine": lambda p: tus.routines.VariationalRoutine(plain()).posterior().sample(2),

@@ -33,7 +33,7 @@ OTHER_WORDS = {
     "iterations": "max_iterations",
 }
 # what may be left out, and is no option, or stands where the class that it extends has it
-OPERANDS = {"canonicalize": {"method"}, "merge": {"dataloader"}}
+OPERANDS = {"canonicalize": {"method"}, "merge": {"dataloader"}, "LaplaceRegressionRoutine.__init__": {"loss"}}
 SEEDED = {"verify_symmetries", "posterior_ensemble"}  # repeatable by default; named in a YAML file, where no object is
 
 

@@ -88,7 +88,7 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
             f"{type(other).__name__} is no fitted KronLaplace; Laplace(model, likelihood, subset_of_weights='all', "
             "hessian_structure='kron') followed by fit(train_loader) makes one"
         )
-    if other.temperature != 1 or other.damping or bool(torch.as_tensor(other.prior_mean).any()):
+    if other.temperature != 1 or other.damping or bool(torch.as_tensor(other.prior_mean, device="cpu").any()):
         raise ValueError("temperature, damping and prior_mean of the KronLaplace have no counterpart here")
     precision = other.prior_precision.reshape(-1).double().cpu()
     shared = len(precision) == 1

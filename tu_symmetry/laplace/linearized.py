@@ -421,7 +421,7 @@ class LinearizedLaplace:
             standard_errors: 0 for what is best on these data; else for what gains most over the network (a temperature:
                 over the scaled network) less so many standard errors, which hardly ever makes a network worse on
                 other data.
-            sharpen: False to leave the likelihood as it is, and choose the temperature alone.
+            sharpen: False to leave the likelihood as it is, as on data that the network was trained on.
 
         Warns:
             LaplaceHurtsWarning: the posterior of the evidence has a larger NLL than the network itself.
@@ -433,7 +433,7 @@ class LinearizedLaplace:
             raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
         options["link_approx"] = link_approx
-        alone = [(0.0, s) for s in (SHARPNESSES if sharpen else (1.0,))]
+        alone = [(0.0, s) for s in (SHARPNESSES if sharpen and held_out else (1.0,))]
         plain = judge(fitted, validation_loader, alone, **options)
         if not bool(plain.means[0].isfinite()):
             raise ValueError("the NLL of the network itself is not finite on these data")

@@ -267,7 +267,7 @@ class _Base:
         """Whether weights that were moved give the outputs of before."""
         outputs = self.probe.run(self.state)
         if not self.difference(outputs).holds:
-            self._perturb(outputs, 3, torch.Generator().manual_seed(self.seed + 1))
+            self._perturb(self.probe.run(self.state), 3, torch.Generator().manual_seed(self.seed + 1))
         return self.difference(outputs).holds
 
     def require_repeatable(self) -> None:

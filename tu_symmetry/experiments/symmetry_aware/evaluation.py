@@ -359,7 +359,7 @@ def _test_set(data: LightningDataModule, number: int) -> tuple[Tensor, Tensor]:
 def _trusted(path: Path, points: int) -> Tensor:
     """Probabilities of the first test points."""
     with np.load(path) as content:
-        probs = torch.from_numpy(content["probs"]) if "probs" in content else torch.empty(0)
+        probs = torch.from_numpy(content["probs"]) if "probs" in content else torch.empty(0, device="cpu")
     if probs.ndim != 2 or len(probs) < points:
         raise ValueError(
             f"{path} holds probs of shape {tuple(probs.shape)}; expected (points, classes) of {points} test points or "

@@ -193,7 +193,7 @@ class Removal:
             return remove_symmetries(graph, states, certify=False, **self._options())
 
     def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "sort": "max", "reference": self.reference}
+        return {"scale": self.scale, "reference": self.reference}
 
 
 def removal(name: RemovalName | Removal, *, align_to: Mapping[str, Tensor] | None = None) -> Removal:
