@@ -56,7 +56,7 @@ def test_copies_compute_the_same_function_and_take_the_wanted_transpositions(tmp
     assert store.chains == [0] * 4 + [1] * 4 and store.steps == [0, 1, 2, 3] * 2
     x = DigitsDataModule(train_size=20).train.x
     for r in range(2):
-        first, *copies = store[4 * r : 4 * r + 4]
+        first, *copies = [store[4 * r + k] for k in range(4)]
         model.load_state_dict(first)
         expected = model(x)
         for copied, count in zip(copies, made["initial"], strict=True):

@@ -62,9 +62,10 @@ def joint(share: slice) -> list[float]:
         result = la.optimize_evidence(memory=memory)
         assert result.converged
         found += [result.log_marginal_likelihood, result.gap, *la.log_precision.tolist(), *la.theta.tolist()]
-        calibration = la.calibrate(own)
+        found.append(la.calibrate(own).sharpness)
+        calibration = la.calibrate(own, sharpen=False)
         found += [calibration.temperature, calibration.calibrated.nll, float(calibration.samples)]
-        surely = la.calibrate(own, standard_errors=2.0)
+        surely = la.calibrate(own, standard_errors=2.0, sharpen=False)
         assert share != WHOLE or 0 < surely.temperature < 100, "vacuous: that of the highest gain, or none"
         found += [surely.temperature, surely.standard_error]
     return found
