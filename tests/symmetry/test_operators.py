@@ -359,6 +359,16 @@ row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),), router=(5, 3),
     down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 
+def words(m: Any, x: Tensor) -> Tensor:
+    """TextCNN: kernels as wide as the embedding."""
+    images = (x @ m.e).unsqueeze(1)
+    return m.c(torch.cat([relu(conv(images)).squeeze(3).amax(-1) for conv in (m.v, m.u)], 1))
+
+
+row("TextCNN", words, [6, 4, 8], 18, 0, ((2, 7, 5),), e=weight(5, 6), c=(12, 3),
+    v=nn.Conv2d(1, 8, (3, 6), padding=(1, 0)), u=nn.Conv2d(1, 4, (2, 6)))  # fmt: skip
+row("a kernel over padded units", lambda m, x: m.c(relu(m.v(hidden(m, x))).amax(2)), [4], 5, 0, ((2, 7, 5),),
+    v=nn.Conv1d(7, 4, 8, padding=1), c=(4, 3))  # fmt: skip
 row("one hidden unit", lambda m, x: m.c(relu(m.b(hidden(m, x)))), [8], 9, b=(8, 1), c=(1, 3))
 row("one hidden channel", lambda m, x: m.c(relu(m.b(relu(m.a(x))))), [4], 5, 0, IMAGE, a=nn.Conv2d(2, 4, 3),
     b=nn.Conv2d(4, 1, 3), c=nn.Conv2d(1, 3, 1))  # fmt: skip
