@@ -280,8 +280,12 @@ written("into zeros", into, [8], 8, c=(16, 3))
 square = {**layers, "w": weight(8, 8)}
 TOKENS = ((2, 4, 5),)
 
+row("solve", lambda m, x: m.c(torch.linalg.solve(m.w, hidden(m, x), left=False)), [8, 8], 0, 16, **square)
+row("solve for a vector", lambda m, x: m.c(torch.linalg.solve(m.w, hidden(m, x)[0])), [8, 8], 0, 16, **square)
 row("inverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.inv(m.w)), [8, 8], 0, 16, **square)
 row("logarithm alone", lambda m, x: m.c(hidden(m, x)) + torch.linalg.slogdet(m.w)[1], [8, 8, 8], 8, **square)
+row("determinant", lambda m, x: m.c(hidden(m, x)) * torch.linalg.det(m.w), [8, 8], 8, **square)
+row("matrix exponential", lambda m, x: m.c(hidden(m, x) @ torch.matrix_exp(m.w)), [8], 1, **square)
 row("triangle of a weight", lambda m, x: m.c(m.a(x) @ m.w.tril()), [], 16, **square)
 row("triangle of tokens", lambda m, x: m.c((m.a(x) @ m.a(x).mT).triu() @ hidden(m, x)), [8], 0, 0, TOKENS)
 for name, norm in {
