@@ -168,6 +168,7 @@ image(
     lambda m, h, g: (F.normalize(h.flatten(2), dim=-1) @ g.flatten(2).transpose(1, 2)).softmax(-1) @ h.flatten(2),
 )
 image("pixel_shuffle", lambda m, h, g: F.pixel_shuffle(h, 2))
+image("channel_shuffle", lambda m, h, g: F.channel_shuffle(h, two(h.shape[1])))
 image("unfold", lambda m, h, g: F.unfold(h, 2))
 image("interpolate", lambda m, h, g: F.interpolate(h, size=(3, 3), mode="bilinear"))
 image("grid_sample", lambda m, h, g: F.grid_sample(h, torch.stack([g[:, 0], g[:, 1]], -1).tanh(), align_corners=False))

@@ -280,8 +280,12 @@ written("into zeros", into, [8], 8, c=(16, 3))
 square = {**layers, "w": weight(8, 8)}
 TOKENS = ((2, 4, 5),)
 
+row("solve", lambda m, x: m.c(torch.linalg.solve(m.w, hidden(m, x), left=False)), [8, 8], 0, 16, **square)
+row("solve for a vector", lambda m, x: m.c(torch.linalg.solve(m.w, hidden(m, x)[0])), [8, 8], 0, 16, **square)
 row("inverse", lambda m, x: m.c(hidden(m, x) @ torch.linalg.inv(m.w)), [8, 8], 0, 16, **square)
 row("logarithm alone", lambda m, x: m.c(hidden(m, x)) + torch.linalg.slogdet(m.w)[1], [8, 8, 8], 8, **square)
+row("determinant", lambda m, x: m.c(hidden(m, x)) * torch.linalg.det(m.w), [8, 8], 8, **square)
+row("matrix exponential", lambda m, x: m.c(hidden(m, x) @ torch.matrix_exp(m.w)), [8], 1, **square)
 row("triangle of a weight", lambda m, x: m.c(m.a(x) @ m.w.tril()), [], 16, **square)
 row("triangle of tokens", lambda m, x: m.c((m.a(x) @ m.a(x).mT).triu() @ hidden(m, x)), [8], 0, 0, TOKENS)
 for name, norm in {
@@ -298,10 +302,27 @@ row("nuclear norm of heads",
 
 # -- what else entries meet -----------------------------------------------------------------------------------------
 
+LENGTHS = torch.tensor([1, 2])
+
+
+def in_groups(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    found, *statistics = torch.native_group_norm(hidden(m, x), m.w, m.b, 3, 8, 1, 2, 1e-5)
+    return m.c(found), *statistics
+
+
+row("fftshift", lambda m, x: m.c(torch.fft.fftshift(hidden(m, x), -1)), [8], 8)
+row("renorm", lambda m, x: m.c(torch.renorm(hidden(m, x), 2, 1, 1.0)), [8], 0)
+row("segment_reduce", lambda m, x: m.c(torch.segment_reduce(hidden(m, x), "sum", lengths=LENGTHS)), [8], 8)
+row("fake quantization", lambda m, x: m.c(torch.fake_quantize_per_tensor_affine(hidden(m, x), 0.1, 0, -9, 9)), [8], 0)
+row("channel_shuffle", lambda m, x: m.c(m.s(relu(m.a(x)))), [(2,), (2, 4)], 8, 0, IMAGE, a=nn.Conv2d(2, 8, 3),
+    c=nn.Conv2d(8, 3, 1), s=nn.ChannelShuffle(2))  # fmt: skip
+row("LSTM with projections", lambda m, x: m.c(m.r(hidden(m, x))[0]), [8, 6, 4], 8, 0, ((3, 4, 5),),
+    r=lambda: nn.LSTM(8, 6, proj_size=4), c=(4, 3))  # fmt: skip
+row("native_group_norm: its statistics", in_groups, [], 8, 0, w=weight(8), b=weight(8))
 row("histc", lambda m, x: m.c(hidden(m, x)).mean() + torch.histc(m.a(x), 4, -1, 1), [8, 3], 0)
 
 
-for dim, normalizations in ((0, 8), (1, 5)):
+for dim, normalizations in ((None, 1), (0, 8), (1, 5)):
     row(f"weight_norm along {dim}", lambda m, x: m.c(relu(m.w(x))), [8], 8 if dim == 0 else 1, normalizations,
         w=lambda dim=dim: nn.utils.parametrizations.weight_norm(nn.Linear(5, 8), dim=dim))  # fmt: skip
 row("dropout, then argmax", lambda m, x: m.c(like(F.one_hot(m.d(m.a(x)).argmax(-1), 8), x)), [], 0, 1,
@@ -359,6 +380,16 @@ row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),), router=(5, 3),
     down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 
+def words(m: Any, x: Tensor) -> Tensor:
+    """TextCNN: kernels as wide as the embedding."""
+    images = (x @ m.e).unsqueeze(1)
+    return m.c(torch.cat([relu(conv(images)).squeeze(3).amax(-1) for conv in (m.v, m.u)], 1))
+
+
+row("TextCNN", words, [6, 4, 8], 18, 0, ((2, 7, 5),), e=weight(5, 6), c=(12, 3),
+    v=nn.Conv2d(1, 8, (3, 6), padding=(1, 0)), u=nn.Conv2d(1, 4, (2, 6)))  # fmt: skip
+row("a kernel over padded units", lambda m, x: m.c(relu(m.v(hidden(m, x))).amax(2)), [4], 5, 0, ((2, 7, 5),),
+    v=nn.Conv1d(7, 4, 8, padding=1), c=(4, 3))  # fmt: skip
 row("one hidden unit", lambda m, x: m.c(relu(m.b(hidden(m, x)))), [8], 9, b=(8, 1), c=(1, 3))
 row("one hidden channel", lambda m, x: m.c(relu(m.b(relu(m.a(x))))), [4], 5, 0, IMAGE, a=nn.Conv2d(2, 4, 3),
     b=nn.Conv2d(4, 1, 3), c=nn.Conv2d(1, 3, 1))  # fmt: skip
@@ -439,6 +470,15 @@ def test_indices_are_part_of_the_architecture_and_masks_are_not() -> None:
     tus.apply_permutation(graph, permutation, state | {"mask": ~mask})  # the mask moves, whatever it is
     with pytest.raises(tus.SymmetryError, match="reads its values"):
         tus.apply_permutation(graph, permutation, state | {"order": torch.arange(8)})
+
+
+def test_fake_quantization_of_channels_is_verified_in_single_precision() -> None:  # which the oracle does not try
+    step, zero = torch.rand(8) + 0.1, torch.zeros(8, dtype=torch.int32)
+    model = Net(lambda m, x: m.c(torch.fake_quantize_per_channel_affine(m.a(x), m.s, m.z, 1, -9, 9)), **layers, s=step,
+                z=zero)  # fmt: skip
+    graph = tus.discover_symmetries(model, torch.randn(3, 5))
+    assert {m.parameter for g in graph.groups() for m in g.members} == {"s", "z", "a.weight", "a.bias", "c.weight"}
+    tus.verify_symmetries(graph, model, torch.randn(3, 5), on_failure="raise")
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.name)

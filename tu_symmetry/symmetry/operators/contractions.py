@@ -226,13 +226,30 @@ def _inverse(call: Call) -> Value:
     return views.swap(replace(value, scale=times(terms, -1.0)), rows, rows + 1)
 
 
-@register_rule("linalg_slogdet", "slogdet")
-def _determinant(call: Call) -> list[Value]:
-    """The logarithm of the modulus; an odd permutation of the rows alone turns the sign."""
-    if 0 in call.used:
-        return unknown(call)
+@register_rule("linalg_solve")
+def _solve(call: Call) -> Value:
+    inverse, given = _inverse(call.on(call["A"])), call["B"]
+    if given.ndim == 1 or given.shape == inverse.shape[:-1]:  # vectors
+        given = views.reshape(call.ledger, given, (*given.shape, 1))
+    return _matmul(call.on(inverse, given) if call.get("left", True) else call.on(given, inverse))
+
+
+@register_rule("matrix_exp linalg_matrix_exp matrix_power linalg_matrix_power")
+def _tied(call: Call) -> Value:
+    """Rows and columns may move only alike, and do not scale."""
     value = call.ledger.unscaled(_matrix(call))
-    return [views.drop(call.ledger, value, (value.ndim - 1, value.ndim - 2))] * 2
+    rows, columns = value.ndim - 2, value.ndim - 1
+    laid = views.swap(value, rows, columns)
+    label = call.ledger.unify(laid.labels[columns], value.labels[columns], value.reasons[rows], value.reasons[columns])
+    value = value.with_axis(columns, label=label)
+    return value.with_axis(rows, label=views.swap(value, rows, columns).labels[rows])
+
+
+@register_rule("linalg_det det linalg_slogdet slogdet logdet")
+def _determinant(call: Call) -> list[Value]:
+    """An odd permutation of the rows alone turns the sign; the logarithm of the modulus does not see it."""
+    value = call.ledger.unscaled(_matrix(call)) if call.used <= {1} else _tied(call)
+    return [views.drop(call.ledger, value, (value.ndim - 1, value.ndim - 2))] * len(call.outputs)
 
 
 @register_rule("tril", "triu")

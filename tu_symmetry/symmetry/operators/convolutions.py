@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.algebra import Value, moving
 from tu_symmetry.symmetry.operators.contractions import add_bias, contract
 from tu_symmetry.symmetry.rules import Call, register_rule
 
@@ -23,6 +23,11 @@ def _conv(call: Call) -> Value:
     groups = int(call.get("groups", 1))
     space = weight.ndim - 2
     axis = 1 if value.ndim == space + 2 else 0
+    padding = np.broadcast_to(call.get("padding", 0), space).tolist()
+    sizes = zip(padding, weight.shape[2:], value.shape[axis + 1 :], value.labels[axis + 1 :], strict=True)
+    for k, (pad, taps, n, label) in enumerate(sizes):
+        if groups == 1 and not transposed and pad in (0, "valid") and taps == n > 1 and moving(label):
+            return _folded(call, axis, k, padding[:k] + padding[k + 1 :])
     if groups == 1 and _reads_single_positions(call, value, weight, axis):
         return _pointwise(call, value, weight, axis, transposed=transposed)
     value = views.mix(ledger, value, range(axis + 1, value.ndim), "spatial position")
@@ -67,17 +72,27 @@ def _reads_single_positions(call: Call, value: Value, weight: Value, axis: int) 
     """Whether each position of the output reads one of the input, the same one, and positions are told apart at all."""
     if any(n != 1 for n in weight.shape[2:]) or call.shape[axis + 1 :] != value.shape[axis + 1 :]:
         return False
-
-    def all_are(name: str, number: int) -> bool:
-        given = call.get(name, number)
-        return given == number if isinstance(given, (int, str)) else all(n == number for n in given)
-
-    plain = all_are("stride", 1) and (all_are("padding", 0) or call.get("padding") in ("valid", "same"))
+    padding = {*np.ravel(call.get("padding", 0)).tolist(), *np.ravel(call.get("output_padding", 0)).tolist()}
     told = value.labels[axis:]  # of channels and positions; these may be nested in the channels, which are summed over
     apart = all(
         n == 1 for k, label in enumerate(told, axis) for c in label for j, n in enumerate(c.shape) if j not in (k, axis)
     )
-    return plain and all_are("output_padding", 0) and any(told[1:]) and apart
+    return padding <= {0, "valid", "same"} and any(told[1:]) and apart
+
+
+def _folded(call: Call, axis: int, k: int, padding: list[int]) -> Value:
+    """A kernel that spans an axis of units (in TextCNN, those of an embedding), which joins the channels."""
+
+    def fold(value: Value, channels: int) -> Value:
+        order = [j for j in range(value.ndim) if j != channels + 1 + k]
+        value = views.permute(value, [*order[: channels + 1], channels + 1 + k, *order[channels + 1 :]])
+        *lead, a, b = value.shape[: channels + 2]
+        return views.reshape(call.ledger, value, (*lead, a * b, *value.shape[channels + 2 :]))
+
+    kernel = _as_free(call, call["weight"], fold(call["weight"], 1))
+    arguments = call.arguments | {"input": fold(call["input"], axis), "weight": kernel, "padding": padding}
+    shape = (*call.shape[: axis + 1 + k], *call.shape[axis + 2 + k :])
+    return views.reshape(call.ledger, _conv(replace(call, arguments=arguments, outputs=[shape])), call.shape)
 
 
 def _pointwise(call: Call, value: Value, weight: Value, axis: int, *, transposed: bool) -> Value:

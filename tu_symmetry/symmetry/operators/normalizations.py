@@ -10,7 +10,7 @@ import numpy as np
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, along, pinned_value
 from tu_symmetry.symmetry.operators.pointwise import join_labels, times
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 def _absorb(call: Call, value: Value, eps: float | None) -> Value:
@@ -83,8 +83,8 @@ def _group_norm(call: Call) -> list[Value]:
     blocks = views.reshape(ledger, value, (n, groups, channels // groups, *space))
     ledger.observe(blocks)
     ledger.alike_along(blocks, 2)
-    if call.used - {0}:  # statistics of groups are read
-        return unknown(call)
+    if call.used - {0}:
+        ledger.pin(value, "statistics of groups are read")
     result = _affine(call, _absorb(call, value, call.get("eps")), [1])
     return [result, *(pinned_value(shape, "statistics of groups") for shape in call.outputs[1:])]
 
@@ -93,9 +93,9 @@ def _group_norm(call: Call) -> list[Value]:
 def _weight_norm(call: Call) -> list[Value]:
     value, gain = call["v"], call["g"]
     axis = int(call.get("dim", 0))
-    if axis == -1:  # one norm for all entries
-        return unknown(call)
-    for term in value.scale:
+    if axis == -1:  # one norm for all entries, whose one factor is left
+        value = call.ledger.alike_along(value, *range(value.ndim))
+    for term in value.scale[axis == -1 :]:
         if term[1].shape[axis] == 1:  # a factor on all of v is what its own axis offers already
             call.ledger.pin_scale((term,))
     (_, gain), joined = join_labels(call.ledger, [value, gain], value.shape)

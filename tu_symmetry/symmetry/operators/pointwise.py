@@ -81,7 +81,8 @@ def _homogeneous(call: Call) -> list[Value]:
     "sin cos tan atan erf softsign log_sigmoid hardshrink softshrink tanhshrink threshold ceil floor round frac "
     "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
     "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
-    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power"
+    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
+    "fake_quantize_per_tensor_affine"
 )
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
@@ -98,6 +99,13 @@ register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))(
 register_rule("copy")(lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape))
 register_rule("polar")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
 register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1))))
+
+
+@register_rule("fake_quantize_per_channel_affine", traits=("combines",))
+def _quantize(call: Call) -> Value:
+    value, axis = call["self"], call.axis("axis")
+    frame = [n if k == axis else 1 for k, n in enumerate(value.shape)]
+    return elementwise(call.on(value, *(views.reshape(call.ledger, call[n], frame) for n in ("scale", "zero_point"))))
 
 
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))

@@ -153,7 +153,7 @@ def _slice(call: Call) -> Value:
     return value if whole else views.take(call.ledger, value, axis, _positions(call, axis))
 
 
-@register_rule("flip", "fliplr", "flipud", "roll", "rot90", traits=("moves",))
+@register_rule("flip", "fliplr", "flipud", "roll", "rot90", "fft_fftshift", "fft_ifftshift", traits=("moves",))
 def _turn(call: Call) -> Value:
     if call.name == "roll" and not call.get("dims"):  # as if there were one axis
         return unknown(call)
@@ -165,12 +165,15 @@ def _turn(call: Call) -> Value:
     return permute(replace(call, arguments=call.arguments | {"self": value})) if call.name == "rot90" else value
 
 
-@register_rule("pixel_shuffle", "pixel_unshuffle", traits=("moves",))
+@register_rule("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", traits=("moves",))
 def _shuffle(call: Call) -> Value:
     value, ledger = call["self"], call.ledger
     *lead, c, h, w = value.shape
     k = len(lead)
-    if call.name == "pixel_shuffle":
+    if call.name == "channel_shuffle":
+        g, (n, c, *space) = call["groups"], value.shape
+        parts, order = (n, g, c // g, *space), (0, 2, 1, *range(3, value.ndim + 1))
+    elif call.name == "pixel_shuffle":
         r = call["upscale_factor"]
         parts, order = (*lead, c // r**2, r, r, h, w), (*range(k), k, k + 3, k + 1, k + 4, k + 2)
     else:

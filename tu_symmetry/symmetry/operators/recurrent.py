@@ -9,7 +9,7 @@ import numpy as np
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Array, Label, Value, along, pinned_value
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.rules import Call, register_rule
 
 Samples = tuple[Label, str]  # the label of the axis of samples, and why it is pinned
 
@@ -28,20 +28,19 @@ def _recurrent(call: Call) -> list[Value]:
     parameters: list[Value] = list(call["params"])
     layers = int(call["num_layers"])
     each = len(parameters) // (layers * directions)
-    if any(p.ndim == 2 for p in parameters[2:each]):  # projected states
-        return unknown(call)
     source = views.channel(ledger, value, value.ndim - 1)
+    cells: list[Value] = []
     finals: list[Value] = []
     for layer in range(layers):
         outs = []
         for direction in range(directions):
-            w_ih, w_hh, *biases = parameters[(layer * directions + direction) * each :][:each]
-            units = _gates(call, source, w_ih, w_hh, biases)
-            outs.append(_hidden(units))
-            ledger.observe(outs[-1])
+            units, out = _gates(call, source, *parameters[(layer * directions + direction) * each :][:each])
+            outs.append(_hidden(out))
+            cells.append(_hidden(units))
+            ledger.observe(cells[-1])
             for state in _states(call):
                 first = views.take(ledger, state, 0, layer * directions + direction)
-                batch = _tied_state(call, first, units, batch)
+                batch = _tied_state(call, first, out if state.shape[-1] == len(out) else units, batch)
         finals += outs
         source = outs[0] if directions == 1 else views.concatenate(ledger, outs, 0)
     ndim = len(call.shape)
@@ -49,7 +48,7 @@ def _recurrent(call: Call) -> list[Value]:
     sequence = replace(laid, shape=call.shape, reasons=("time step",) * (ndim - 1) + laid.reasons[-1:])
     if value.ndim == 3:
         sequence = _of_samples(sequence, samples, batch)
-    return [sequence, *(_final(call, k, finals, batch) for k in range(1, len(call.outputs)))]
+    return [sequence, *(_final(call, k, finals if k == 1 else cells, batch) for k in range(1, len(call.outputs)))]
 
 
 @register_rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
@@ -58,7 +57,7 @@ def _cell(call: Call) -> list[Value]:
     value = views.unnest(ledger, call["input"], call["input"].ndim - 1)
     batch = (value.labels[0], value.reasons[0]) if value.ndim == 2 else ((), "")
     biases = [b for b in (call.get("b_ih"), call.get("b_hh")) if b is not None]
-    units = _gates(call, views.channel(ledger, value, value.ndim - 1), call["w_ih"], call["w_hh"], biases)
+    units, _ = _gates(call, views.channel(ledger, value, value.ndim - 1), call["w_ih"], call["w_hh"], *biases)
     for state in _states(call):
         batch = _tied_state(call, state, units, batch)
     cell = _hidden(units)
@@ -85,9 +84,12 @@ def _hidden(units: Array) -> Value:
     return Value((len(units),), ((units,),), ("",))
 
 
-def _gates(call: Call, source: Value, w_ih: Value, w_hh: Value, biases: list[Value]) -> Array:
-    """Fresh hidden units, which index the rows of every gate and do not scale; the input's units index the columns."""
-    ledger = call.ledger
+def _gates(call: Call, source: Value, w_ih: Value, w_hh: Value, *others: Value) -> tuple[Array, Array]:
+    """Fresh hidden units, which index the rows of every gate and do not scale; the input's units index the columns.
+
+    Beside them those of the output, which are the same where no projection follows the biases.
+    """
+    ledger, biases = call.ledger, [b for b in others if b.ndim == 1]
     gates = {"lstm": 4, "gru": 3}.get(call.name.removesuffix("_cell"), 1)
     hidden = w_hh.shape[0] // gates
     units = ledger.fresh_units(hidden)
@@ -95,12 +97,18 @@ def _gates(call: Call, source: Value, w_ih: Value, w_hh: Value, biases: list[Val
     for w in (w_ih, w_hh, *biases):
         ledger.pin_scale(w.scale if w is not w_ih else tuple(t for t in w.scale if t[1].shape[0] > 1))
         ledger.relabel(w, 0, tuple(along(s, 0, w.ndim) for s in slots))
-    ledger.unify(w_hh.labels[1], (units.reshape(1, -1),))
+    out = units
+    for projection in others[len(biases) :]:
+        out = ledger.fresh_units(projection.shape[0])
+        ledger.pin_scale(projection.scale)
+        ledger.unify(projection.labels[0], (out.reshape(-1, 1),))
+        ledger.unify(projection.labels[1], (units.reshape(1, -1),))
+    ledger.unify(w_hh.labels[1], (out.reshape(1, -1),))
     incoming = tuple(c.reshape(1, -1) for c in source.labels[0])
     ledger.unify(w_ih.labels[1], incoming, "", source.reasons[0])
     terms = tuple((c, v.reshape(1, -1)) for c, v in source.scale)
     ledger.pin_scale((*(t for t in w_ih.scale if t[1].shape[1] > 1), *terms))
-    return units
+    return units, out
 
 
 def _of_samples(value: Value, axis: int, batch: Samples) -> Value:

@@ -83,6 +83,23 @@ def _reduce(call: Call) -> Value | list[Value]:
     return [found, value]
 
 
+@register_rule("renorm")
+def _renorm(call: Call) -> Value:
+    """Each slice divided by its norm, over all other axes, if that is large."""
+    value = call.ledger.unscaled(call["self"])
+    return views.unnest(call.ledger, value, *(k for k in range(value.ndim) if k != call.axis()))
+
+
+@register_rule("segment_reduce")
+def _segments(call: Call) -> Value:
+    value, *lengths = call.tensors
+    for given in lengths:
+        call.ledger.pin(given, "lengths of segments")
+    if call["reduce"] == "prod" or call.get("initial", 0) != 0:
+        value = call.ledger.unscaled(value)
+    return replace(views.mix(call.ledger, value, range(call.axis("axis") + 1), "segments"), shape=call.shape)
+
+
 @register_rule("histc")
 def _histogram(call: Call) -> Value:
     value = call.ledger.unscaled(call["self"])
