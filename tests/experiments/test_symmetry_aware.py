@@ -55,6 +55,7 @@ def test_the_rows_are_the_papers(folder: Path) -> None:
     assert (folder / "README.md").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:Metric .FPR95. will save")
 def test_scores_by_scikit_learn() -> None:
     generator = torch.Generator().manual_seed(0)
     probs = (2 * torch.randn(5, 200, 3, generator=generator)).softmax(-1)

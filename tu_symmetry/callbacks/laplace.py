@@ -59,7 +59,13 @@ from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.likelihood import Likelihood, LikelihoodName, make_likelihood
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.mixture import LaplaceMixture
-from tu_symmetry.laplace.report import Calibration, EvidenceResult, NotConvergedWarning, NothingHeldOutWarning
+from tu_symmetry.laplace.report import (
+    Calibration,
+    EvidenceResult,
+    LaplaceHurtsWarning,
+    NotConvergedWarning,
+    NothingHeldOutWarning,
+)
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.reporting.progress import show_progress
@@ -426,7 +432,10 @@ class FitLaplace(Callback):
         if data is None:
             return None
         data = data if clock.left == math.inf else Watched(data, clock)
-        return laplace.calibrate(data, held_out=held_out, standard_errors=self.standard_errors, **own)
+        with warnings.catch_warnings():
+            if not self._decided:  # what is printed of every method says it
+                warnings.simplefilter("ignore", LaplaceHurtsWarning)
+            return laplace.calibrate(data, held_out=held_out, standard_errors=self.standard_errors, **own)
 
     def _held_out(self, trainer: Trainer, training: DataLoader[Any]) -> DataLoader[Any] | None:
         """The data to choose the temperature on, where there are any that are neither trained on nor tested on."""
