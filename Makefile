@@ -51,7 +51,7 @@ test-portable: $(VENV)/installed-dev
 # Before a commit: style, types, contracts, and the laws of what everything else stands on.
 CORE ?= tests/symmetry/test_laws.py tests/symmetry/test_elements.py tests/symmetry/test_ties.py \
         tests/alignment/test_align.py tests/scaling/test_canonical.py tests/laplace/test_evidence.py \
-        tests/posterior/test_compact.py tests/metrics/test_predictive.py tests/package/test_package.py
+        tests/posterior/test_compact.py tests/metrics/test_networks.py tests/package/test_package.py
 
 check: lint types contract
 	$(BIN)/python -m pytest -q -n $(WORKERS) $(CORE)
