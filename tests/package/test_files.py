@@ -306,6 +306,7 @@ def forked(work: Callable[[], None]) -> int:
     number = os.fork()
     if number == 0:
         try:
+            torch.set_num_threads(1)  # those of the process that was copied are not here
             work()
         finally:
             os._exit(1)
