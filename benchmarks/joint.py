@@ -207,7 +207,7 @@ def measure(case: Case) -> Record:
     with Stopwatch() as evidence:
         result = la.optimize_evidence(progress=partial(_note, path, time.process_time()))
     objective = la.fitted.objective()
-    quality = la.calibrate(DataLoader(TensorDataset(far, labels), _BATCH))
+    quality = la.calibrate(DataLoader(TensorDataset(far, labels), _BATCH), sharpen=False)
     tight = la.optimize_evidence(  # it goes on from where it is
         mode_tolerance=_TIGHT, tolerance=1e-3, progress=partial(_note, [], time.process_time())
     )

@@ -224,3 +224,14 @@ def test_cifar_from_an_archive(tmp_path: Path) -> None:
         CIFARDataModule(root=root, source="archive").setup("test")
     with pytest.raises(ValueError, match="holds CIFAR-10"):
         CIFARDataModule("cifar100", source="archive")
+
+
+def test_real_files() -> None:
+    """Where the files of MNIST and notMNIST lie beside the project."""
+    root = Path(__file__).resolve().parents[3] / "shared" / "data"
+    if not (root / "MNIST" / "raw").is_dir() or not (root / "notMNIST").is_dir():
+        pytest.skip(f"{root} holds no MNIST/raw and notMNIST")
+    module = IDXDataModule("mnist", root, eval_ood=True, ood_dataset="notmnist")
+    module.setup()
+    assert (len(module.train), len(module.test), len(module.ood)) == (60_000, 10_000, 10_000)
+    assert module.train.y[:5].tolist() == [5, 0, 4, 1, 9] and module.train.x.max() == 1

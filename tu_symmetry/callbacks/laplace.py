@@ -97,7 +97,8 @@ class FitLaplace(Callback):
     optimum it fits what its ``budget`` allows, and keeps the cheapest that held-out data cannot tell from the best
     (:func:`~tu_symmetry.callbacks.laplace_choice.choose`). The first is fitted in any case. Where there is nothing to
     choose on, or several processes train, it is the only one. Options that say what to fit (``curvature``,
-    ``evaluate_at``, ``parameters``) leave no choice, and no limit of time.
+    ``evaluate_at``, ``parameters``) leave no choice, and no limit of time; what is chosen within a budget hangs on the
+    speed of the machine.
 
     It fits at the end of ``fit``, and before ``test``, ``validate`` and ``predict`` to weights that are new to it.
     Everything with a method ``attach_laplace`` gets the approximation; members of an ensemble get one each. Training
