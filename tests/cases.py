@@ -390,6 +390,23 @@ StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40
     gate, up = up[..., ::2], up[..., 1::2]
     y = torch.bmm(up * F.silu(gate), self.down)
     return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
+# scales: 12 of the values; 4 between queries and pooling, and 4 between pooling and keys, all heads alike
+# Queries are pooled by a depthwise convolution over samples and heads that are one axis (as in MViT)
+PooledHeads(x=(2, 4, 5)) has [3, 4, (3, 4)], scales=20
+    qkv=(5, 36), pool=nn.Conv2d(4, 4, 3, padding=1, groups=4), out=(12, 2)
+    b, t, _ = x.shape
+    q, k, v = self.qkv(x).reshape(b, t, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    q = self.pool(q.reshape(b * 3, 2, 2, 4).permute(0, 3, 1, 2)).reshape(b, 3, 4, t).transpose(2, 3)
+    return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, 12))
+# Cosine attention, whose keys' bias is overwritten with zeros (as in Swin V2)
+OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=6
+    qkv=(5, 36), out=(12, 2)
+    b, t, _ = x.shape
+    bias = self.qkv.bias.clone()
+    bias[12:24].zero_()
+    q, k, v = F.linear(x, self.qkv.weight, bias).reshape(b, t, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
+    scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-1, -2)
+    return self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, t, 12))
 """
 
 

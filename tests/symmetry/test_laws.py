@@ -29,6 +29,14 @@ def test_groups_are_those_counted_by_hand(case: Case) -> None:
 
 
 @every_case
+@pytest.mark.parametrize("samples", [1, 3])
+def test_groups_do_not_depend_on_the_number_of_samples(case: Case, samples: int) -> None:
+    model, graph = discovered(case)
+    other = tus.discover_symmetries(model, tuple(torch.cat([x] * 3)[:samples] for x in case.inputs()))
+    assert [(g.name, g.size) for g in other.groups()] == [(g.name, g.size) for g in graph.groups()]
+
+
+@every_case
 def test_verification_passes(case: Case) -> None:
     model, graph = discovered(case)
     tus.verify_symmetries(graph, model, case.inputs(), on_failure="raise")

@@ -132,6 +132,27 @@ def test_halves_of_symmetries_of_many_units_are_refused_by_name_however_many_the
     assert not claim.permutations and set(claim.failed) == {half.name for half in named}
 
 
+class TwoHeads(nn.Module):
+    """Another way in training, through batch norm, which leaves nothing of a sample that comes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6))
+        self.a, self.b = (nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.body(x)
+        return (self.a(y), self.b(y)) if self.training else self.a(y) + self.b(y)
+
+
+def test_one_sample_is_enough_for_batch_norm_in_training() -> None:
+    torch.manual_seed(0)
+    model, x = TwoHeads(), torch.randn(1, 5)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    assert graph.training == "followed" and [g.size for g in graph.permutations] == [8, 6]
+
+
 # -- what becomes of groups that fail -----------------------------------------------------------------------------
 
 

@@ -130,6 +130,17 @@ def among(array: Array, values: Array) -> NDArray[np.bool_]:
     return known[np.minimum(np.searchsorted(known, array), len(known) - 1)] == array
 
 
+def determines(a: Array, b: Array) -> bool:
+    """Whether an array of units tells what another one holds, wherever its units stand."""
+    x, y = (z.reshape(-1) for z in np.broadcast_arrays(a, b))
+    if (x < 0).any():
+        return False
+    order = np.argsort(x, kind="stable")
+    x, y = x[order], y[order]
+    same = x[1:] == x[:-1]
+    return bool((y[1:][same] == y[:-1][same]).all())
+
+
 def merge_fixed(x: Array, y: Array) -> Array:
     """One component for two: ``[u0, u1, -1, -2]`` and ``[v0, -1, -1, -1]`` become ``[u0, u1, -1, -2]``."""
     both = (x < 0) & (y < 0)

@@ -396,7 +396,7 @@ def _positions(view: Node, piece: int | None, shape: tuple[int, ...], axis: int)
     taken: Tensor = cut if piece is None else cut[piece]
     if taken.ndim < len(shape):
         taken = taken.unsqueeze(axis)
-    return np.asarray(taken.movedim(axis, 0).flatten(1)[:, 0])
+    return np.asarray(taken.movedim(axis, 0).reshape(taken.shape[axis], -1)[:, 0])
 
 
 def _each(given: dict[str, Any], read: Callable[[Node], Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tu_symmetry.symmetry.algebra import (
     Value,
     along,
     among,
+    determines,
     distinct,
     distinct_rows,
     merge_fixed,
@@ -289,17 +290,19 @@ class Ledger:
             return ()
         if (own[0] < 0).any() or (common[0] < 0).any() or len(distinct(own[0])) == len(distinct(common[0])):
             return ()
-        parts = self._bind(own[0], common[0], *(c for k in outer for c in others[k]), one_to_one=True)
+        blocks = (c for k in outer for c in others[k] if determines(own[0], c))
+        parts = self._bind(own[0], common[0], *blocks, one_to_one=True)
         self.shared += parts[1:]
         return common if parts else ()
 
     def place_in_blocks(self, units: Array, axis: int, labels: Labels) -> bool:
         """Fix units where they are in their blocks, which may still move whole; False where there are no blocks."""
         outer = [k for k in varies(units) if k != axis]
-        if not outer or any(len(labels[k]) != 1 or (labels[k][0] < 0).any() for k in outer) or (units < 0).any():
+        blocks = [[c for c in labels[k] if determines(units, c)] for k in outer]
+        if not outer or any(len(cs) != 1 or (cs[0] < 0).any() for cs in blocks) or (units < 0).any():
             return False
         positions = along(-1 - np.arange(units.shape[axis], dtype=np.int64), axis, units.ndim)
-        return bool(self._bind(units, positions, *(labels[k][0] for k in outer)))
+        return bool(self._bind(units, positions, *(cs[0] for cs in blocks)))
 
     def _bind(self, units: Array, *factors: Array, one_to_one: bool = False) -> Label:
         """Bind each unit to what the factors hold where it stands; () if that differs, or is not its own."""

@@ -20,6 +20,7 @@ from tu_symmetry.symmetry.algebra import (
     Term,
     Value,
     along,
+    determines,
     kinds,
     moving,
     pinned_value,
@@ -403,7 +404,7 @@ def _distribute(ledger: Ledger, pool: list[Array], axes: list[int], labels: list
                 assigned[axis].append(blocks)
     for axis, components in assigned.items():
         label = _simplify(ledger, components)
-        if len(label) == 2 and (label[0] >= 0).all() and not (label[1] >= 0).any() and _determines(*label):
+        if len(label) == 2 and (label[0] >= 0).all() and not (label[1] >= 0).any() and determines(*label):
             ledger.marks.append(Mark(*label, "a position of its own"))  # each unit is met at one fixed position only
             label = label[:1]
         labels[axis] = label
@@ -417,7 +418,7 @@ def _simplify(ledger: Ledger, components: list[Array]) -> Label:
         return ()
     kept: list[Array] = []
     for k, component in enumerate(free):
-        determining = next((o for o in (*kept, *free[k + 1 :]) if _determines(o, component)), None)
+        determining = next((o for o in (*kept, *free[k + 1 :]) if determines(o, component)), None)
         if determining is None:
             kept.append(component)
         else:
@@ -456,13 +457,3 @@ def _join(arrays: Sequence[Array], axis: int, origins: Sequence[int] | None = No
         origin = np.concatenate([np.full(a.shape, o) for a, o in zip(full, origins, strict=True)], axis)
         joined[fixed] = kinds(np.stack([origin[fixed], -joined[fixed]], axis=1))
     return joined
-
-
-def _determines(a: Array, b: Array) -> bool:
-    x, y = (z.reshape(-1) for z in np.broadcast_arrays(a, b))
-    if (x < 0).any():
-        return False
-    order = np.argsort(x, kind="stable")
-    x, y = x[order], y[order]
-    same = x[1:] == x[:-1]
-    return bool((y[1:][same] == y[:-1][same]).all())

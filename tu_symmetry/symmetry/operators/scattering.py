@@ -70,7 +70,10 @@ def _index_add(call: Call) -> Value:
 
 
 def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value) -> Value:
-    """The value with other content at known positions: ``[u0, u1, u2]`` -> ``[u0, p, u2]`` with a new place p."""
+    """The value with other content at known positions: ``[u0, u1, u2]`` -> ``[u0, p, u2]`` with a new place p.
+
+    Positions that are given the same content are one place.
+    """
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
     gone = views.take(ledger, value, axis, positions)
@@ -78,6 +81,10 @@ def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given
     places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
     if moving(given.labels[axis]):  # units that arrive
         places = given.labels[axis]
+    elif given.labels[axis]:
+        codes = np.stack(np.broadcast_arrays(*views.in_full(given, axis)), axis=-1)
+        rows = np.moveaxis(codes, axis, 0).reshape(codes.shape[axis], -1)
+        places = (places[0].take(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1), axis),)
     given = replace(given.with_axis(axis, label=places), parameter=None)
     if not len(kept):
         return given

@@ -50,7 +50,8 @@ class Probe:
         if examples:
             module, generator = sharing(self.module).train(), torch.Generator().manual_seed(0)
             kept = tuple(p for p in self.others if not p.module.training)
-            self.others = (*kept, *(Probe(module, *_in_double(e, generator)) for e in examples))
+            given = (_told_apart(_in_double(e, generator), generator) for e in examples)
+            self.others = (*kept, *(Probe(module, *e) for e in given))
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Probe:
@@ -200,6 +201,19 @@ def _redrawn(example: Example, generator: torch.Generator) -> Example:
         return tensor.mean() + tensor.std() * noise
 
     return tree_map_only(Tensor, draw, example)
+
+
+def _told_apart(example: Example, generator: torch.Generator) -> Example:
+    """Other numbers in the second half of a batch that repeats the first: batch norm leaves nothing of twins."""
+
+    def halved(tensor: Tensor) -> Tensor:
+        half = len(tensor) // 2 if tensor.ndim and tensor.layout == torch.strided else 0
+        if not half or not torch.equal(tensor[:half], tensor[half:]):
+            return tensor
+        other: Tensor = _redrawn(tensor[half:], generator)  # type: ignore[arg-type, assignment]
+        return torch.cat([tensor[:half], other])
+
+    return tree_map_only(Tensor, halved, example)
 
 
 def hollow(model: nn.Module) -> nn.Module:
