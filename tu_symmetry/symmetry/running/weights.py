@@ -19,7 +19,7 @@ def random_state(
     """Random float64 weights of moderate size for every tensor of a module, on the CPU; tied names share one tensor.
 
     Integers and booleans keep their values; with ``constants`` only those that it names, and the others are drawn too
-    (masks at random, other integers in another order).
+    (masks at random, never all zero; other integers in another order).
     """
     drawn: dict[int, Tensor] = {}
     state = {}
@@ -37,7 +37,8 @@ def _drawn(name: str, tensor: Tensor, generator: torch.Generator, *, kept: bool)
         if kept or tensor.layout != torch.strided or tensor.numel() < 2:
             return own
         if own.dtype == torch.bool or bool(((own == 0) | (own == 1)).all()):
-            return (torch.rand(own.shape, generator=generator, device="cpu") < 0.75).to(own.dtype)
+            drawn = (torch.rand(own.shape, generator=generator, device="cpu") < 0.75).to(own.dtype)
+            return drawn if drawn.any() else own  # weights of a mixture, too, are zeros and ones
         return own.flatten()[torch.randperm(own.numel(), generator=generator, device="cpu")].reshape(own.shape)
     # numbers of single precision: drawing is most of what small batches cost
     single = as_computed(tensor.dtype, torch.float32)
