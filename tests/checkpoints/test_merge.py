@@ -60,7 +60,8 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
     data = ["--data", f"{__name__}.loader", "--correction", "repair"]
     assert merge(paths, out, *data, "--weights", "1", "2", "1") == 0
     printed = capsys.readouterr()
-    assert "statistics corrected" in printed.out + printed.err
+    assert "statistics corrected" in printed.out + printed.err and "stale" not in printed.err
+    assert printed.out.splitlines()[-1] == f"3 networks merged into {out}"
     batches = list(loader())
     found = expected(
         3,
@@ -83,6 +84,12 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
         assert report["barriers"][step] == pytest.approx(found.barriers[step], abs=1e-5)
     text = out.with_name("merged.report.md").read_text()
     assert "averaged as they are" in text and all(str(p) in text for p in paths)
+    assert report["model"] == "Normed" and report["correction"] == "repair"
+    assert "Normed, correction: repair; barrier: " in text
+    assert merge(paths, out, "--weights", "1", "0", "1") == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == f"2 of 3 networks merged into {out}"
+    assert "warning: Normed has BatchNorm" in printed.err and "--correction batchnorm" in printed.err
     assert merge(paths, out) == 0  # its own results are replaced
     plain = expected(3).state
     assert all(torch.equal(t, plain[n]) for n, t in tus.load_state(out).items())
@@ -94,6 +101,8 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
     (tmp_path / "other.report.md").write_text("notes")
     torch.save({n: t * torch.nan for n, t in states(1)[0].items()}, tmp_path / "nan.pt")
     torch.save({n: t.double() for n, t in states(1)[0].items()}, tmp_path / "wide.pt")
+    heads = {n: torch.cat([t, t, t[:1]]) if n.startswith("5.") else t for n, t in states(1)[0].items()}
+    torch.save(heads, tmp_path / "many.pt")
     before = tree(tmp_path)
     for given, target, more, message in (
         (paths, out, ["--weights", "1", "x"], "--weights"),
@@ -102,6 +111,7 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
         (paths[:1], out, [], "at least two"),
         ([tmp_path / "wide.pt", *paths], out, ["--data", f"{__name__}.loader"], "pass --dtype float64"),
         ([*paths, tmp_path / "nan.pt"], out, [], "nan.pt"),
+        ([tmp_path / "many.pt", *paths], out, [], "(option --init num_classes=7)"),
         (paths, tmp_path / "merged.pt", [], "NAME.safetensors"),
         (paths, tmp_path / "mine.safetensors", [], "was not written by this command"),
         (paths, tmp_path / "other.safetensors", [], "was not written by this command"),

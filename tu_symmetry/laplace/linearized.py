@@ -63,6 +63,8 @@ from tu_symmetry.laplace.tangent import (
     last_layer,
     select_parameters,
 )
+from tu_symmetry.reporting.brief import Brief
+from tu_symmetry.states import State, stack_states
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -83,7 +85,7 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
     return run
 
 
-class LinearizedLaplace:
+class LinearizedLaplace(Brief):
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
     Args:
@@ -299,6 +301,16 @@ class LinearizedLaplace:
     def theta(self) -> Tensor:
         """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
         return self.fitted.theta
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was fitted: the network, the options, the sizes, and what predictions use."""
+        options = {"curvature": self.options.curvature, "prior": self.prior, "evaluate at": self.evaluate_at}
+        found = [("of", type(self.model).__name__), ("likelihood", self.likelihood.name), *options.items()]
+        if self._fitted is None:
+            return [*found, ("fitted", "not yet")]
+        groups, samples = len(self.log_precision), self.summary.samples
+        sizes = f"{self.tangent.size} weights in {groups} groups, to {samples} samples"
+        return [*found, ("fitted", sizes), *((n, f"{getattr(self, n):.3g}") for n in ("temperature", "sharpness"))]
 
     def report(self) -> list[GroupReport]:
         """Precision, determined directions and squared norm of every prior group."""
@@ -516,6 +528,24 @@ class LinearizedLaplace:
         chosen = [(fitted.temperature, fitted.sharpness)]
         (found,) = tempered_predictives(fitted, inputs, chosen, link_approx=link_approx, **options)
         return in_own_shape(fitted, inputs, found)
+
+    def __call__(self, inputs: Any, **options: Any) -> Any:
+        """The posterior :meth:`predictive`."""
+        return self.predictive(inputs, **options)
+
+    @_apart
+    def sample(self, num_samples: int, *, seed: int = 0) -> State:
+        """Draw weights around the trained ones: a stack of states ``[num_samples, ...]``; what is certain is repeated.
+
+        They have the temperature of predictions, and are those of :meth:`function_samples` with the same seed.
+        """
+        fitted = self.fitted
+        fitted.require_weights()
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
+        draws = self.temperature**0.5 * torch.cat(list(fitted.posterior.draws(num_samples, seed)))
+        state = {name: t.detach().clone() for name, t in fitted.tangent.state().items()}
+        return stack_states([state | fitted.tangent.unflatten(fitted.tangent.point() + draw) for draw in draws])
 
     @_apart
     def epistemic(self, inputs: Any, *, num_samples: int = 100, seed: int = 0) -> Tensor:
