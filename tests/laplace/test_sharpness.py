@@ -129,7 +129,7 @@ def test_the_epistemic_score_is_that_of_the_evidence_whatever_the_temperature(ki
 
 
 def stopped_early(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A network that stopped on its way to a planted curve, and 60 training points, with noise of 0.1, and 400 others."""
+    """A network that stopped on its way to a planted curve; 60 points with noise of 0.1 that it saw, and 400 others."""
     generator = torch.Generator().manual_seed(seed)
     x = 6 * torch.rand(460, 1, generator=generator, dtype=torch.float64) - 3
     y = (2 * x).sin() + 0.1 * torch.randn(460, 1, generator=generator, dtype=torch.float64)
