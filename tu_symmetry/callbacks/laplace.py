@@ -33,6 +33,7 @@ from tu_symmetry.callbacks.laplace_choice import (
     describe,
     duration,
     parse_budget,
+    relieved,
     seconds_of,
 )
 from tu_symmetry.callbacks.laplace_users import (
@@ -127,7 +128,7 @@ class FitLaplace(Callback):
 
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.
-        fits: all that were fitted to each network, to choose from.
+        fits: all that were fitted to each network, to choose from; with an approximation those that may be used yet.
         training_seconds: how long the training took; None where there was none.
         laplace, evidence_result, calibration: the only one of these, or None.
     """
@@ -301,6 +302,7 @@ class FitLaplace(Callback):
         if not self._decided:
             for fits, fit in zip(self.fits, chosen, strict=True):
                 rank_zero_info(describe(fits, fit, self.standard_errors))
+        self.fits = [relieved(fits, fit) for fits, fit in zip(self.fits, chosen, strict=True)]
         say(self.laplaces, self.evidence_results if self.max_iterations == "auto" else [], self.calibrations)
 
     def _keep(self, trainer: Trainer, pl_module: LightningModule, chosen: Sequence[Fit]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace import function_posterior, interop, storage
 from tu_symmetry.laplace.blocks import Posterior
-from tu_symmetry.laplace.calibration import SHARPNESSES, TEMPERATURES, judge
+from tu_symmetry.laplace.calibration import LOUDER, SHARPNESSES, TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
     DENSE_LIMIT,
@@ -105,7 +105,8 @@ class LinearizedLaplace(Brief):
             all that require a gradient, ``"last_layer"`` for those of the module that is called last. With
             ``curvature="last_layer"`` the name of one linear layer, None to find it.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
-        noise_variance: the variance of a regression's noise; None to find it by the evidence (and 1 until then).
+        noise_variance: the variance of a regression's noise; None to find it by the evidence (1 until then), while
+            predictions, whose mean is the network's output, have that of the network's residuals on the training data.
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
@@ -269,7 +270,7 @@ class LinearizedLaplace(Brief):
 
     @property
     def noise_variance(self) -> float:
-        """The variance of a regression's noise (1 for another likelihood)."""
+        """The variance of a regression's noise by the evidence, or as given (1 for another likelihood)."""
         return self.fitted.noise_variance
 
     @property
@@ -418,8 +419,9 @@ class LinearizedLaplace(Brief):
         """Choose the temperature of the posterior, and the sharpness of the likelihood, by the NLL on held-out data.
 
         The temperature multiplies the posterior covariance: 0 is the network itself, 1 the posterior of the evidence,
-        others are 1e-6 to 100 in quarters of a decade. The sharpness multiplies logits, and divides the variance of a
-        regression's noise: that of the network alone is chosen first (temperature scaling, Guo et al. 2017), and the
+        others are 1e-6 to 100 in quarters of a decade. The sharpness multiplies logits (0.1 to 10), and divides the
+        variance of a regression's noise (1e-4 to 10; at 1 it is that of the residuals on the training data, if none was
+        given): that of the network alone is chosen first (temperature scaling, Guo et al. 2017), and the
         temperature then at this one and at 1, so that predictions on these data are never worse than those of the
         network, its logits scaled. Precisions and evidence stay as they are. Other precisions put both back to 1.
 
@@ -445,7 +447,8 @@ class LinearizedLaplace(Brief):
             raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
         options["link_approx"] = link_approx
-        alone = [(0.0, s) for s in (SHARPNESSES if sharpen and held_out else (1.0,))]
+        scales = (*SHARPNESSES, *(LOUDER if fitted.noisy else ())) if sharpen and held_out else (1.0,)
+        alone = [(0.0, s) for s in scales]
         plain = judge(fitted, validation_loader, alone, **options)
         if not bool(plain.means[0].isfinite()):
             raise ValueError("the NLL of the network itself is not finite on these data")
