@@ -201,9 +201,10 @@ class LinearizedLaplace:
         whole, named = ([n for n, own in zip(names, marks, strict=True) if own] for marks in marked.tolist())
         if named:
             warnings.warn(
-                f"{named[:6]} {'and others ' if len(named) > 6 else ''}are read elsewhere than in one call of their "
-                "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
-                f"exact block (its diagonal beyond {DENSE_LIMIT} entries)",
+                f"{named[:6]} {'and others ' if len(named) > 6 else ''}have no Kronecker factors, since they are "
+                "read elsewhere than in one call of their module on the batch (tied, called several times, or on what "
+                "all samples share, such as numbers of positions): they get their exact block (its diagonal beyond "
+                f"{DENSE_LIMIT} entries)",
                 ReadElsewhereWarning,
                 stacklevel=4,
             )
