@@ -28,10 +28,10 @@ def require_module(model: Any) -> None:
         reason = f"the model is a {type(model).__name__}, and no torch.nn.Module"
     elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         reason = f"{type(model).__name__} copies the network in every call: pass model.module"
-    elif isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
-        reason = "the weights of a compiled module (TorchScript, torch.compile) cannot vary: pass the original module"
+    elif isinstance(model, torch.jit.ScriptModule):
+        reason = "the weights of a TorchScript module cannot vary: pass the original module"
     else:
-        reason = uncopyable(model)
+        reason = uncopyable(model, compiled=True)
     if reason:
         raise TypeError(f"linearized Laplace calls the network with other weights; {reason}")
 

@@ -63,6 +63,8 @@ from tu_symmetry.laplace.tangent import (
     last_layer,
     select_parameters,
 )
+from tu_symmetry.modules import uncompiled
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -87,7 +89,8 @@ class LinearizedLaplace:
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
     Args:
-        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights.
+        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights. Compiled
+            ones run as they were before; TorchUncertainty's ``mc_dropout`` counts as its network without dropout.
         likelihood: a name, the training loss (``nn.CrossEntropyLoss`` and others with their options), or an object of
             :mod:`tu_symmetry.likelihoods`.
         graph: the symmetry graph whose normalization groups ``per_group`` uses; discovered from the first batch
@@ -125,6 +128,7 @@ class LinearizedLaplace:
         noise_variance: float | None = None,
     ) -> None:
         require_module(model)
+        model = uncompiled(model)
         for option, value, allowed in (
             ("prior", prior, Prior),
             ("evaluate_at", evaluate_at, EvaluateAt),
@@ -319,8 +323,17 @@ class LinearizedLaplace:
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
             args, kwargs = arguments(inputs)
-            with evaluating(self.model):
-                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+            try:
+                with evaluating(self.model):
+                    self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+            except SymmetryError as error:
+                raise SymmetryError(f"{error}\nprior='per_layer' and prior='single' need no symmetries") from error
+        foreign = [n for n in self.graph.shapes if n not in self.model.state_dict()] if self.graph else []
+        if foreign:
+            raise ValueError(
+                f"graph= is of another network: this one has no {foreign[:3]}. Discover it on the network itself, "
+                "without what torch.compile or mc_dropout has put around it"
+            )
         return prior_groups(self.tangent.slots, self.prior, self.graph.normalizations if self.graph else ())
 
     @_apart
@@ -540,7 +553,7 @@ class LinearizedLaplace:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         """Read what :meth:`save` wrote, for the same network with the same weights; else a LaplaceFileError."""
-        return cls.from_fitted(storage.load(path, model))
+        return cls.from_fitted(storage.load(path, uncompiled(model)))
 
     def to_laplace_torch(self) -> Any:
         """A ``KronLaplace`` with the same posterior, see :func:`tu_symmetry.laplace.interop.to_laplace_torch`."""
