@@ -93,9 +93,9 @@ def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
     try:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
-        if all(".lora_" in name for name in state):
+        if (path.parent / "adapter_config.json").exists() or any(name.endswith(".lora_A.weight") for name in state):
             raise FileError(
-                f"{path} holds LoRA adapters and no network; PEFT merges adapters: model.add_weighted_adapter(...)"
+                f"{path} holds adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter(...)"
             ) from error
         found = _prefix_of(graph, state)
         raise FileError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
