@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,6 +54,17 @@ def merge(paths: list[Path], out: Path, *more: str) -> int:
 def expected(count: int, **options: Any) -> tus.alignment.Merged:
     model = Net()
     return tus.merge(tus.discover_symmetries(model, torch.randn(2, 4)), states(count), model, **options)
+
+
+def test_adapters_are_left_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"{k}" / "adapter_model.safetensors" for k in range(2)]
+    for k, path in enumerate(paths):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(k)
+            get_peft_model(Net(), LoraConfig(target_modules=["0", "3"], r=2)).save_pretrained(path.parent)
+    assert merge(paths, tmp_path / "out.safetensors") == 2
+    assert "adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter" in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

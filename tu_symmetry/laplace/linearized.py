@@ -63,8 +63,9 @@ from tu_symmetry.laplace.tangent import (
     last_layer,
     select_parameters,
 )
+from tu_symmetry.modules import uncompiled
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.states import State, stack_states
+from tu_symmetry.states import State, SymmetryError, stack_states
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -89,7 +90,8 @@ class LinearizedLaplace(Brief):
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
     Args:
-        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights.
+        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights. Compiled
+            ones run as they were before; TorchUncertainty's ``mc_dropout`` counts as its network without dropout.
         likelihood: a name, the training loss (``nn.CrossEntropyLoss`` and others with their options), or an object of
             :mod:`tu_symmetry.likelihoods`.
         graph: the symmetry graph whose normalization groups ``per_group`` uses; discovered from the first batch
@@ -128,6 +130,7 @@ class LinearizedLaplace(Brief):
         noise_variance: float | None = None,
     ) -> None:
         require_module(model)
+        model = uncompiled(model)
         for option, value, allowed in (
             ("prior", prior, Prior),
             ("evaluate_at", evaluate_at, EvaluateAt),
@@ -204,9 +207,10 @@ class LinearizedLaplace(Brief):
         whole, named = ([n for n, own in zip(names, marks, strict=True) if own] for marks in marked.tolist())
         if named:
             warnings.warn(
-                f"{named[:6]} {'and others ' if len(named) > 6 else ''}are read elsewhere than in one call of their "
-                "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
-                f"exact block (its diagonal beyond {DENSE_LIMIT} entries)",
+                f"{named[:6]} {'and others ' if len(named) > 6 else ''}have no Kronecker factors, since they are "
+                "read elsewhere than in one call of their module on the batch (tied, called several times, or on what "
+                "all samples share, such as numbers of positions): they get their exact block (its diagonal beyond "
+                f"{DENSE_LIMIT} entries)",
                 ReadElsewhereWarning,
                 stacklevel=4,
             )
@@ -331,8 +335,17 @@ class LinearizedLaplace(Brief):
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
             args, kwargs = arguments(inputs)
-            with evaluating(self.model):
-                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+            try:
+                with evaluating(self.model):
+                    self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+            except SymmetryError as error:
+                raise SymmetryError(f"{error}\nprior='per_layer' and prior='single' need no symmetries") from error
+        foreign = [n for n in self.graph.shapes if n not in self.model.state_dict()] if self.graph else []
+        if foreign:
+            raise ValueError(
+                f"graph= is of another network: this one has no {foreign[:3]}. Discover it on the network itself, "
+                "without what torch.compile or mc_dropout has put around it"
+            )
         return prior_groups(self.tangent.slots, self.prior, self.graph.normalizations if self.graph else ())
 
     @_apart
@@ -572,7 +585,7 @@ class LinearizedLaplace(Brief):
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         """Read what :meth:`save` wrote, for the same network with the same weights; else a LaplaceFileError."""
-        return cls.from_fitted(storage.load(path, model))
+        return cls.from_fitted(storage.load(path, uncompiled(model)))
 
     def to_laplace_torch(self) -> Any:
         """A ``KronLaplace`` with the same posterior, see :func:`tu_symmetry.laplace.interop.to_laplace_torch`."""
