@@ -105,7 +105,7 @@ def alignment_table(runs: Runs, paths: Found) -> Grid:
     for source, label in SOURCES.items():
         q_d, q_r = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
         _, *moved = q_r.metadata["transpositions"]  # the first is the reference
-        sigmas = [float(q.sigma().double().square().mean().sqrt()) for q in (q_d, q_r)]
+        sigmas = [q.rms() for q in (q_d, q_r)]
         barriers = [fmean(paths[f"{source}/{when}"]["barrier"]) for when in ("before", "after")]
         rows[label] = (moved, sigmas, barriers)
     columns = {
