@@ -99,7 +99,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str]]] = {
 
 
 def build(name: str) -> tuple[nn.Module, Any, Tensor]:
-    """A network in double precision, inputs, and targets; random weights, timm's as they begin, which does not blow up."""
+    """A network in double precision, inputs, and targets; weights are random, those of timm as they begin."""
     make, inputs, _ = MODELS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
