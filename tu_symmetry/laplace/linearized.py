@@ -267,9 +267,8 @@ class LinearizedLaplace(Brief):
     noise_variance: float = _of_fit("noise_variance", "Variance of a regression's noise (1 for another likelihood).")
     solution: Mode = _of_fit("solution", "The weights ``theta`` and how well they solve their problem.")
     summary: Summary = _of_fit("summary", "Number of samples and outputs, and the loss at the linearization point.")
-    # of predictions: 1, or what :meth:`calibrate` has chosen
-    temperature: float = _of_fit("temperature", "Factor of the posterior covariance in predictions.")
-    sharpness: float = _of_fit("sharpness", "Power of the likelihood in predictions: logits times it, noise over it.")
+    temperature: float = _of_fit("temperature", "Factor of the posterior covariance in predictions: 1, or calibrate's.")
+    sharpness: float = _of_fit("sharpness", "Power of the likelihood (logits times it, noise over it), likewise.")
     posterior: Posterior = _of_fit("posterior", "The Gaussian over the weights (its mean is the linearization point).")
     theta: Tensor = _of_fit("theta", "The weights ``[size]`` of the evidence: ``theta*``, or the trained ones.")
 
