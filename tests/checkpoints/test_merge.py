@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,6 +56,17 @@ def expected(count: int, **options: Any) -> tus.alignment.Merged:
     return tus.merge(tus.discover_symmetries(model, torch.randn(2, 4)), states(count), model, **options)
 
 
+def test_adapters_are_left_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"{k}" / "adapter_model.safetensors" for k in range(2)]
+    for k, path in enumerate(paths):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(k)
+            get_peft_model(Net(), LoraConfig(target_modules=["0", "3"], r=2)).save_pretrained(path.parent)
+    assert merge(paths, tmp_path / "out.safetensors") == 2
+    assert "adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter" in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out = write(tmp_path, 3), tmp_path / "out" / "merged.safetensors"
     data = ["--data", f"{__name__}.loader", "--correction", "repair"]
@@ -78,12 +90,14 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
     report = json.loads(out.with_name("merged.report.json").read_text())
     assert report["weights"] == [0.25, 0.5, 0.25] and report["transpositions"] == found.transpositions
     assert [f["sha256"] for f in report["files"]] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in paths]
-    for step in ("naive", "aligned", "corrected"):
+    assert report["ensemble"]["loss"] == pytest.approx(found.ensemble["loss"], rel=1e-5)
+    assert report["verdict"].startswith("loss of merged")
+    for step in ("naive", "naive_corrected", "aligned", "corrected"):
         assert report["scores"][step]["loss"] == pytest.approx(found.scores[step]["loss"], rel=1e-5)
         assert 0 <= report["scores"][step]["accuracy"] <= 1
         assert report["barriers"][step] == pytest.approx(found.barriers[step], abs=1e-5)
     text = out.with_name("merged.report.md").read_text()
-    assert "averaged as they are" in text and all(str(p) in text for p in paths)
+    assert "averaged as they are" in text and "ensemble of all" in text and all(str(p) in text for p in paths)
     assert report["model"] == "Normed" and report["correction"] == "repair"
     assert "Normed, correction: repair; barrier: " in text
     assert merge(paths, out, "--weights", "1", "0", "1") == 0
@@ -163,7 +177,7 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(Killed):
         merge(paths, out, *data, *more)
     state = tmp_path / "merged.merging"
-    assert not out.exists() and len(list(state.glob("*.safetensors"))) == 3 + 4 * bool(more)
+    assert not out.exists() and len(list(state.glob("*.safetensors"))) == 3 + 5 * bool(more)
     left.calls = 10
     assert merge(paths, out, *data, *more) == 0
     assert left.used == 3, "a network was matched twice"

@@ -69,19 +69,24 @@ def test_evidence_and_predictive_are_theirs(name: str, kind: str, prior: str) ->
         torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("noise", [None, 0.3])
 @pytest.mark.parametrize("prior", ["single", "per_layer"])
-def test_conversion_to_laplace_torch(prior: str) -> None:
+def test_conversion_to_laplace_torch(prior: str, noise: float | None) -> None:
     model, x, y = problem("cnn", "regression")
-    la = ours(model, x, y, "regression", prior=prior, bias="exact")
+    la = ours(model, x, y, "regression", prior=prior, bias="exact", noise_variance=noise)
     la.optimize_evidence(hyperprior="default")
     other = la.to_laplace_torch()
     assert isinstance(other, laplace.KronLaplace)
-    assert evidence(other) == pytest.approx(la.log_marginal_likelihood(), rel=1e-8)
+    if noise is not None:  # else its noise is that of predictions, and not that of the largest evidence
+        assert evidence(other) == pytest.approx(la.log_marginal_likelihood(), rel=1e-8)
     torch.testing.assert_close(covariances(other, x), la.function_covariance(x)[1], rtol=1e-7, atol=1e-9)
     mean, variance = other(x)[:2]
     torch.testing.assert_close(mean.detach(), la.predictive(x).mean)
     diagonal = variance.diagonal(dim1=-2, dim2=-1).detach()
     torch.testing.assert_close(diagonal, la.predictive(x).epistemic, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        la.predictive(x).variance - diagonal, torch.full_like(diagonal, float(other.sigma_noise) ** 2)
+    )
     before = evidence(other)
     other.load_state_dict(other.state_dict())  # through their dense factors
     assert evidence(other) == pytest.approx(before, rel=1e-9)

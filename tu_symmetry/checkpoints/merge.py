@@ -50,7 +50,12 @@ from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
-STEPS = {"naive": "averaged as they are", "aligned": "aligned and averaged", "corrected": "statistics corrected"}
+STEPS = {
+    "naive": "averaged as they are",
+    "naive_corrected": "averaged as they are, statistics corrected",
+    "aligned": "aligned and averaged",
+    "corrected": "statistics corrected",
+}
 
 
 def merge_files(
@@ -137,6 +142,8 @@ def _report(
             "members": merged.members,
             "scores": merged.scores,
             "barriers": merged.barriers,
+            "ensemble": merged.ensemble,
+            "verdict": merged.verdict,
         }
     )
     return report
@@ -213,8 +220,12 @@ def merge_grid(merged: Merged, names: Sequence[Path], model: str) -> Grid:
     for k, name in enumerate(names):
         scores = [f"{merged.members[k][key]:.4f}" for key in keys] + [""] * bool(keys)
         rows.append([str(name), f"{merged.weights[k]:.3g}", str(merged.transpositions[k]), *scores])
+    if merged.ensemble:
+        rows.append(["ensemble of all", "", "", *(f"{merged.ensemble[key]:.4f}" for key in keys), ""])
     for step, found in merged.scores.items():
         scores = [f"{found[key]:.4f}" for key in keys]
         rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
-    said = "; barrier: by how much the loss exceeds the weighted mean of the networks' own" if keys else ""
-    return Grid("Merged network", header, rows, f"{model}, correction: {merged.correction}{said}")
+    said = f"{model}, correction: {merged.correction}"
+    if keys:
+        said += f"; barrier: by how much the loss exceeds the weighted mean of the networks' own; {merged.verdict}"
+    return Grid("Merged network", header, rows, said)

@@ -17,7 +17,7 @@ class NotConvergedWarning(UserWarning):
 
 
 class ReadElsewhereWarning(UserWarning):
-    """A parameter is read elsewhere than in one call of its own module, and has no Kronecker factors therefore."""
+    """A parameter is read elsewhere than in one call of its module on the batch: it has no Kronecker factors."""
 
 
 class LaplaceHurtsWarning(UserWarning):
