@@ -118,8 +118,7 @@ class FitCompactPosterior(Callback):
         ordered = any(isinstance(c, Rebasin) and c.in_place for c in trainer.callbacks)  # type: ignore[attr-defined]
         if ordered or not any(moved):
             why = "Rebasin(in_place=True) has aligned the networks" if ordered else "the networks were aligned"
-            equal = "is near" if any(moved) else "equals"
-            rank_zero_info(f"q_d {equal} q_r: {why} before they were stored, so that q_d is not of networks as trained")
+            rank_zero_info("q_d %s q_r: %s before they were stored", "is near" if any(moved) else "equals", why)
         for logger in trainer.loggers:
             logger.log_metrics({f"compact/{name}": value for name, value in found.items()}, step=trainer.global_step)
 
