@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ from zoo import discovered, planted, some_cases
 import tu_symmetry as tus
 from tu_symmetry.alignment import average, correct, measure
 from tu_symmetry.alignment.barrier import mean_loss
+from tu_symmetry.alignment.merging import StaleStatisticsWarning
+from tu_symmetry.evaluation import forward
 from tu_symmetry.states import SampleFileError, State, open_state
 from tu_symmetry.symmetry.running.weights import random_state
+
+pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.alignment.merging.StaleStatisticsWarning")
 
 
 def close(found: State, expected: State, **tolerances: float) -> None:
@@ -93,7 +98,9 @@ def test_scores_say_what_each_step_is_worth() -> None:
     measured: dict[str, Any] = {"loss": F.cross_entropy, "metrics": {"accuracy": accuracy}, "validation": held}
     found = tus.merge(graph, states, model, loader, correction="repair", **measured)
     aligned = tus.align(graph, states).states
-    expected = {"naive": tus.mean_state(states), "aligned": tus.mean_state(aligned)}
+    expected = {"naive": tus.mean_state(states)}
+    expected["naive_corrected"] = tus.repair(model, states, [1 / 3] * 3, expected["naive"], loader)
+    expected["aligned"] = tus.mean_state(aligned)
     expected["corrected"] = tus.repair(model, aligned, [1 / 3] * 3, expected["aligned"], loader)
     close(found.state, expected["corrected"])
     assert list(found.scores) == list(expected)
@@ -107,6 +114,36 @@ def test_scores_say_what_each_step_is_worth() -> None:
     halves = tus.merge(graph, states[:2], model, loss=F.cross_entropy, validation=held)
     path = tus.loss_barrier(model, aligned[0], aligned[1], held, F.cross_entropy, points=3)
     assert max(halves.barriers["aligned"], 0) == pytest.approx(path.barrier)  # the middle of the path
+
+
+def test_the_ensemble_and_the_verdict_stand_beside_a_merge() -> None:
+    """Class probabilities are averaged by the weights; a shuffled loader has none; the verdict names the least loss."""
+    model, graph, states = trained(3)
+    held, options = data(seed=1), {"loss": F.cross_entropy, "metrics": {"accuracy": accuracy}}
+    found = tus.merge(graph, states, model, weights=[1, 2, 1], validation=held, **options)
+    x, y = (torch.cat(part) for part in zip(*held, strict=True))
+    p = sum(w * forward(model, s, x).softmax(-1) for w, s in zip([0.25, 0.5, 0.25], states, strict=True))
+    assert isinstance(p, Tensor)
+    assert found.ensemble["loss"] == pytest.approx(float(F.nll_loss(p.log(), y)))
+    assert found.ensemble["accuracy"] == pytest.approx(float(accuracy(p, y)))
+    copies = tus.merge(graph, states[:1] * 2, model, validation=held, **options)
+    assert copies.ensemble["loss"] == pytest.approx(copies.members[0]["loss"])
+    losses = {"merged": found.scores["aligned"]["loss"]} | {str(k): m["loss"] for k, m in enumerate(found.members)}
+    least = min(losses, key=lambda name: losses[name])
+    assert ("is the best" if least == "merged" else f"take network {least} alone") in found.verdict
+    planted = replace(found, scores={"naive": {"loss": 0.01}, "aligned": {"loss": 0.02}})
+    assert planted.verdict.endswith("take the mean as they are")
+
+    class Shuffled:
+        def __iter__(self) -> Any:
+            held.append(held.pop(0))
+            return iter(held)
+
+    turned = tus.merge(graph, states, model, validation=Shuffled(), **options)
+    assert turned.ensemble == {} and "ensemble" not in turned.verdict
+    mean = tus.merge(graph, states, model, validation=[(x, torch.zeros(len(x), 3))], loss=F.mse_loss).ensemble
+    outputs = sum(forward(model, s, x) for s in states) / 3
+    assert mean["loss"] == pytest.approx(float((outputs**2).mean()))
 
 
 @pytest.mark.parametrize("reference", ["first", "universe", "given"])
@@ -236,3 +273,15 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_matched() -> None:
         tus.merge(graph, iter(states), model)  # type: ignore[arg-type]
     with pytest.raises(tus.SymmetryError, match=r"states\[1\] is not a state dict"):
         tus.merge(graph, [states[0], {"0.weight": torch.zeros(1)}], model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_statistics_that_nothing_corrects_are_said_to_be_stale() -> None:
+    model, graph, states = trained(2, norm=True)
+    with pytest.warns(StaleStatisticsWarning, match=r"Sequential has BatchNorm.*--correction batchnorm") as caught:
+        tus.merge(graph, states, model)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    tus.merge(graph, states, model, data(), correction="batchnorm")
+    tus.merge(graph, states, model, weights=[1, 0])
+    model, graph, states = trained(2)
+    tus.merge(graph, states, model)

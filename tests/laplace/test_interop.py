@@ -128,3 +128,27 @@ def test_what_has_no_counterpart() -> None:
     other = laplace.Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
     with pytest.raises(ValueError, match="DiagLaplace is no fitted KronLaplace"):
         LinearizedLaplace.from_laplace_torch(other)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_calls_and_samples_are_theirs(kind: str) -> None:
+    """Samples of both, whitened by their precision matrix, are independent and standard normal."""
+    model, x, y = problem("mlp", kind)
+    la = ours(model, x, y, kind)
+    la.set_precision(1.3)
+    other, count = la.to_laplace_torch(), 4000
+    if kind == "classification":
+        torch.testing.assert_close(la(x, link_approx="probit"), other(x, link_approx="probit"))
+    else:
+        mean, covariance = other(x)
+        torch.testing.assert_close(la(x).mean, mean)
+        variance = covariance.diagonal(dim1=-2, dim2=-1) + la.noise_variance
+        torch.testing.assert_close(la(x).variance, variance)
+    states = la.sample(count)
+    own = torch.cat([states[name].flatten(1) for name, _ in model.named_parameters()], dim=1)
+    theirs = other.sample(count, generator=torch.Generator().manual_seed(0))
+    root = torch.linalg.cholesky(other.posterior_precision.to_matrix())
+    for samples in (own, theirs):
+        white = (samples - other.mean) @ root
+        assert float(white.mean(0).abs().max()) < 0.1
+        assert float((white.mT @ white / count - torch.eye(len(root))).abs().max()) < 0.12

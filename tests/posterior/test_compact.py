@@ -11,11 +11,13 @@ import pytest
 import torch
 from drawn import generator, normal
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tu_symmetry.files import write_safetensors
+from tu_symmetry.posterior.assessment import TEMPERATURES
 from tu_symmetry.posterior.compact import CompactEnsemble, CompactPosterior, prune
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import SampleFileError, SymmetryError, stack_states
+from tu_symmetry.states import SampleFileError, SymmetryError, stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.elements import random_permutation
@@ -204,3 +206,100 @@ def test_what_is_no_posterior_is_refused() -> None:
             CompactPosterior.from_states([MEMBERS[0], BROKEN], GRAPH, align=align)
         with pytest.raises(SymmetryError, match=r"states\[1\] is not a state dict"):
             CompactPosterior.from_states([MEMBERS[0], nn.Linear(3, 2).state_dict()], GRAPH, align=align)
+
+
+def separable(count: int, noise: float) -> tuple[nn.Module, Any, list[dict[str, Tensor]], list[tuple[Tensor, Tensor]]]:
+    """Linear-in-its-inputs classifiers of two classes near one that is right, and their graph and data."""
+    model = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = normal(200, 2, seed=3, dtype=torch.float32)
+    eye = torch.eye(2).repeat(4, 1) * 2
+    right = {"0.weight": eye, "0.bias": torch.zeros(8), "2.weight": eye.T.clone(), "2.bias": torch.zeros(2)}
+    g = generator(4)
+    states = [{n: t + noise * torch.randn(t.shape, generator=g) for n, t in right.items()} for _ in range(count)]
+    return model, discover_symmetries(model, x[:2]), states, list(zip(x.split(70), x.argmax(1).split(70), strict=True))
+
+
+def test_an_assessment_is_its_predictives_by_hand() -> None:
+    """Each row against probabilities that are averaged in the test, and the temperature against all of its grid."""
+    model, graph, states, batches = separable(4, 0.3)
+    q = CompactPosterior.from_states(states, graph, align=False)
+    found = q.assess(model, stack_states(states), batches, num_samples=7, generator=generator(1))
+    x, y = (torch.cat(part) for part in zip(*batches, strict=True))
+    g = generator(1)
+    own = unstack(q.sample(7, generator=g))
+    noisy = unstack(q.isotropic(states[0]).sample(7, generator=g))
+
+    def mean(networks: list[dict[str, Tensor]]) -> Tensor:
+        return torch.stack([functional_call(model, s, (x,)).double().softmax(-1) for s in networks]).mean(0)
+
+    def nll(p: Tensor) -> float:
+        return float(nn.functional.nll_loss(p.log(), y))
+
+    def tempered(t: float) -> list[dict[str, Tensor]]:
+        return [{n: q.mean[n] + t**0.5 * (draw[n] - q.mean[n]) for n in draw} for draw in own]
+
+    expected = {"ensemble": mean(states), "one member": mean(states[:1]), "one member with noise": mean(noisy)}
+    expected |= {"mean": mean([q.mean]), "posterior": mean(own), "calibrated": mean(tempered(found.temperature))}
+    assert list(found.scores) == list(expected)
+    for name, p in expected.items():
+        scores = found.scores[name]
+        assert scores["nll"] == pytest.approx(nll(p), rel=1e-5)
+        assert scores["accuracy"] == pytest.approx(float((p.argmax(1) == y).double().mean()))
+        assert scores["tv"] == pytest.approx(float((p - expected["ensemble"]).abs().sum(1).mean() / 2), abs=1e-6)
+    assert [found.scores[name]["storage"] for name in expected] == [4, 1, 1, 1, 2, 2]
+    assert found.scores["calibrated"]["nll"] <= min(nll(mean(tempered(t))) for t in TEMPERATURES) + 1e-6
+    gains = mean(tempered(found.temperature)).log() - expected["one member"].log()
+    each = gains.gather(1, y[:, None]).squeeze(1)
+    assert found.gain == pytest.approx(float(each.mean()), abs=1e-6)
+    assert found.standard_error == pytest.approx(float(each.std()) / 200**0.5, rel=1e-4)
+
+
+def test_verdicts_on_planted_networks() -> None:
+    """Permuted units: q_d loses to one member. Noisy networks around a good one: their mean wins. Copies: a tie."""
+    model, graph, states, batches = separable(8, 0.05)
+    moved = [
+        apply_permutation(graph, random_permutation(graph, generator=generator(k)), s) for k, s in enumerate(states)
+    ]
+    q_d = CompactPosterior.from_states(moved, graph, align=False)
+    lost = q_d.assess(model, moved, batches, generator=generator())
+    assert lost.gain < 0 and lost.verdict.endswith("take it, or the ensemble")
+    model, graph, states, batches = separable(60, 1.5)
+    near = CompactPosterior.from_states(states, graph, align=False)
+    worst = sorted(
+        states,
+        key=lambda s: -float(sum(nn.functional.cross_entropy(functional_call(model, s, (x,)), y) for x, y in batches)),
+    )
+    won = near.assess(model, worst, batches, generator=generator())
+    assert won.gain > 0 and won.verdict.endswith("the posterior is better than one member")
+    same = CompactPosterior.from_states(states[:1] * 3, graph, align=False).assess(model, states[:1] * 3, batches)
+    assert abs(same.gain) < 1e-6 and "do not tell the posterior from one member" in same.verdict
+
+
+def test_temperature_and_noise(q: CompactPosterior, tmp_path: Path) -> None:
+    for temperature in (0.0, 0.25, 4.0):
+        torch.testing.assert_close(q.tempered(temperature).sigma(), q.sigma() * temperature**0.5)
+    noise = q.isotropic(MEMBERS[2])
+    assert noise.rms() == pytest.approx(q.rms()) and float(noise.sigma().std()) < 1e-6
+    assert q.rms() == pytest.approx(float(q.sigma().double().pow(2).mean() ** 0.5))
+    assert all(torch.equal(t, MEMBERS[2][n]) for n, t in noise.mean.items())
+    tied = CompactPosterior.from_moments(
+        Tied(), dict(Tied().named_parameters()), {n: torch.ones_like(p) for n, p in Tied().named_parameters()}
+    )
+    draws = tied.isotropic(Tied().state_dict()).sample(3)
+    assert torch.equal(draws["first.weight"], draws["second.weight"])
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            q.tempered(wrong)
+    with pytest.raises(ValueError, match="another architecture"):
+        q.isotropic(Tied().state_dict())
+
+
+def test_what_cannot_be_assessed_says_so() -> None:
+    model, graph, states, batches = separable(2, 0.1)
+    q = CompactPosterior.from_states(states, graph, align=False)
+    with pytest.raises(ValueError, match="only classifiers are assessed"):
+        q.assess(model, states, [(x, y.float()) for x, y in batches])
+    with pytest.raises(ValueError, match="NaN at every temperature"):
+        q.assess(model, states, [(x * torch.nan, y) for x, y in batches])
+    with pytest.raises(ValueError, match="gave no batch"):
+        q.assess(model, states, [])

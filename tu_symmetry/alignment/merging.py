@@ -6,21 +6,24 @@ read and the reference (while matching), or the sum (while averaging, where safe
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
 from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
 from tu_symmetry.alignment.networks import Network, Networks, StateSource
-from tu_symmetry.alignment.repair import Correction, correct
+from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, load_state, read_state, require_alike
@@ -34,7 +37,12 @@ Weights = Literal["equal"] | Sequence[float]
 Scores = dict[str, float]
 Kept = MutableMapping[str, Any]
 _HALF = (torch.float16, torch.bfloat16)
+NAIVE = {"naive": "", "naive_corrected": ", corrected"}
 _PIECE = 2**18  # entries that are worked on at a time
+
+
+class StaleStatisticsWarning(UserWarning):
+    """A merged network normalizes by averages of the statistics that its networks had apart."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,8 +56,12 @@ class Merged(Brief):
         transpositions: number of transpositions (NoT) of each.
         correction: what was done about the statistics.
         members: scores of each network by itself: ``loss``, and further metrics by name. Empty without a loss.
-        scores: the same of the merged network: ``naive`` (averaged as the networks were given), ``aligned``, and
-            ``corrected``. Only those that differ are there; the last one is that of :attr:`state`.
+        ensemble: the same of the weighted mean of the outputs of all networks, with a cross entropy that of their class
+            probabilities. Empty without a loss, for outputs that are no tensor, and where the batches to measure on
+            come in another order each time.
+        scores: the same of the merged network: ``naive`` (averaged as the networks were given), ``naive_corrected``
+            (this one with the statistics corrected), ``aligned``, and ``corrected``. Only those that differ are there;
+            the last one is that of :attr:`state`.
         certificates: for each permuted network, by how much its outputs on the graph's example inputs changed.
         uncertified: why nothing was measured; empty where something was.
     """
@@ -63,6 +75,23 @@ class Merged(Brief):
     scores: dict[str, Scores] = field(default_factory=dict)
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
+    ensemble: Scores = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the merged network pays: its loss beside those of its rivals, in words; empty without a loss."""
+        if not self.scores:
+            return ""
+        own, best = list(self.scores.values())[-1]["loss"], min(range(len(self.members)), key=self._loss)
+        rivals = {f"network {best} alone": self._loss(best)}
+        rivals |= {f"the mean as they are{w}": self.scores[k]["loss"] for k, w in NAIVE.items() if k in self.scores}
+        rival = min(rivals, key=lambda name: rivals[name])
+        shown = {"merged": own, **rivals, **({"the ensemble": self.ensemble["loss"]} if self.ensemble else {})}
+        better = "the merged network is the best of one network's size" if own < rivals[rival] else f"take {rival}"
+        return f"loss of {', '.join(f'{name} {value:.4g}' for name, value in shown.items())}: {better}"
+
+    def _loss(self, k: int) -> float:
+        return self.members[k]["loss"]
 
     @property
     def barriers(self) -> dict[str, float]:
@@ -119,6 +148,9 @@ def merge(
         ValueError: fewer than two networks, weights that do not fit, a correction without data, a network without the
             statistics to be corrected; a network whose loss is NaN, or statistics that are NaN or infinite (the message
             names the batch).
+
+    Warns:
+        StaleStatisticsWarning: the network has BatchNorm, and nothing corrects the statistics.
     """
     networks = StateSource(states)
     if len(networks) < 2:
@@ -139,25 +171,36 @@ def merge(
     def tell(step: str, done: int) -> None:
         progress({"step": step, "done": done, "total": len(networks)})
 
+    together = _Ensemble(functions)
+
     def score_member(k: int) -> Scores:
         state = read(graph, networks, k)
-        found = measure(model, state, held, functions)
+        found = measure(model, state, held, functions | together.of(shares[k]))
         if math.isnan(found["loss"]):
             raise ValueError(f"states[{k}]: {_nan_batch(model, state, held, functions['loss'])}")
+        del found["_seen"]
         return found
 
     members: list[Scores] = []
     for k in range(len(networks) if functions else 0):  # before the long work: the data may be of no use
-        if f"scores/{k}" not in kept:
+        if "scores/ensemble" not in kept:  # which all outputs go into, in order
             kept[f"scores/{k}"] = score_member(k)
         members.append(kept[f"scores/{k}"])
         tell("measure", k + 1)
+    if functions and "scores/ensemble" not in kept:
+        kept["scores/ensemble"] = together.scores()
     permutations, certificates, uncertified = _align(graph, networks, reference, kept, tell)
     aligned = networks.permuted(graph, permutations)
     counts = [transposition_count(p) for p in permutations]
     scores: dict[str, Scores] = {}
     if functions and len(chosen) > 1 and any(counts[k] for k in chosen):
-        scores["naive"] = measure(model, _average(networks, shares), held, functions)
+        naive = _average(networks, shares)
+        scores["naive"] = measure(model, naive, held, functions)
+        if correction != "none":
+            given = networks.only(chosen)
+            naive = correct(model, given, [shares[k] for k in chosen], naive, data, correction)
+            scores["naive_corrected"] = measure(model, naive, held, functions)
+        del naive
     state = _average(aligned, shares, lambda done: tell("average", done))
     if functions:
         scores["aligned"] = measure(model, state, held, functions)
@@ -165,7 +208,57 @@ def merge(
         state = correct(model, aligned.only(chosen), [shares[k] for k in chosen], state, data, correction)
         if functions:
             scores["corrected"] = measure(model, state, held, functions)
-    return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified)
+    elif len(chosen) > 1 and batchnorm_layers(model):
+        warnings.warn(
+            f"{type(model).__name__} has BatchNorm, whose running statistics are stale: averages of those of "
+            f"{len(chosen)} networks, not its own. Pass correction='batchnorm' and a dataloader of training inputs "
+            "(tu-symmetry merge ... --data NAME --correction batchnorm)",
+            StaleStatisticsWarning,
+            stacklevel=3,
+        )
+    proof = certificates, uncertified
+    return Merged(
+        state, shares, permutations, counts, correction, members, scores, *proof, kept.get("scores/ensemble", {})
+    )
+
+
+class _Ensemble:
+    """What networks predict together, added up while each is measured; batches come in the same order for all."""
+
+    def __init__(self, functions: Mapping[str, Loss]) -> None:
+        self.functions, loss = functions, functions.get("loss")
+        self.classes = loss is cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
+        self.sums: list[Tensor] = []
+        self.data: list[tuple[Tensor, torch.dtype]] = []
+        self.ordered = True
+
+    def of(self, share: float) -> dict[str, Loss]:
+        """What :func:`measure` calls with each batch of a network, beside the metrics."""
+        places = itertools.count()
+
+        def add(outputs: Any, targets: Tensor) -> Any:
+            k = next(places)
+            if k == len(self.sums):
+                self.sums.append(torch.zeros((), dtype=torch.float64, device=targets.device))
+                self.data.append((targets, getattr(outputs, "dtype", torch.float64)))
+            self.ordered &= isinstance(outputs, Tensor) and torch.equal(self.data[k][0], targets)
+            if self.ordered:
+                part = outputs.double()
+                self.sums[k] = self.sums[k] + share * (part.softmax(1) if self.classes else part)
+            return 0.0
+
+        return {"_seen": add}
+
+    def scores(self) -> Scores:
+        """Means over the samples; none where outputs are no tensors, or the order of the batches changed."""
+        if not self.ordered:
+            return {}
+        found, count = dict.fromkeys(self.functions, 0.0), sum(len(y) for y, _ in self.data)
+        for total, (targets, dtype) in zip(self.sums, self.data, strict=True):
+            outputs = (total.log() if self.classes else total).to(dtype)
+            for name, function in self.functions.items():
+                found[name] += float(function(outputs, targets)) * len(targets) / count
+        return found
 
 
 def _align(

@@ -368,6 +368,7 @@ class FitLaplace(Callback):
         fits: list[Fit] = []
         without = self._chosen_on is None or trainer.world_size > 1
         weights: FittedLaplace | None = None  # KFAC there, with which the joint optimum begins
+        before: LinearizedLaplace | None = None  # which has discovered the symmetries
         for name, method in self._methods().items():
             first = not any(fit.laplace for fit in fits)
             own = Clock(None) if first else Clock(clock.left)
@@ -375,6 +376,8 @@ class FitLaplace(Callback):
                 break
             try:
                 laplace = self._approximation(network, pl_module, method)
+                laplace.graph = laplace.graph if before is None else before.graph
+                before = laplace
                 if weights is not None and name == JOINT:
                     own.require(_LEAST * _DIRECTION * fits[-1].seconds)
                     laplace = LinearizedLaplace.from_fitted(weights.begun_at("tangent_mode"), training)

@@ -50,7 +50,12 @@ from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
-STEPS = {"naive": "averaged as they are", "aligned": "aligned and averaged", "corrected": "statistics corrected"}
+STEPS = {
+    "naive": "averaged as they are",
+    "naive_corrected": "averaged as they are, statistics corrected",
+    "aligned": "aligned and averaged",
+    "corrected": "statistics corrected",
+}
 
 
 def merge_files(
@@ -116,10 +121,12 @@ def merge_files(
             resume=kept,
             progress=lambda at: tracker.update(at["done"], what=at["step"]),
         )
-        report = _report(merged, files, reference, data, loss)
+        report = {"model": graph.architecture, **_report(merged, files, reference, data, loss)}
         write_owned(out, merged.state, {"merged": report})
         write_json(reports[1], {"what": MARK, **report})
-        write_text(reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files]).markdown()}\n")
+        write_text(
+            reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files], graph.architecture).markdown()}\n"
+        )
     return merged
 
 
@@ -138,6 +145,8 @@ def _report(
             "members": merged.members,
             "scores": merged.scores,
             "barriers": merged.barriers,
+            "ensemble": merged.ensemble,
+            "verdict": merged.verdict,
         }
     )
     return report
@@ -206,16 +215,20 @@ def _check_precision(model: nn.Module, state: State, path: Path) -> None:
         raise FileError(f"{path} holds {names}, and the network and its data are {own}: pass --dtype {names}")
 
 
-def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
-    """A row for each network and for each step: weight, NoT, scores."""
+def merge_grid(merged: Merged, names: Sequence[Path], model: str) -> Grid:
+    """A row for each network and for each step: weight, NoT, scores; the caption says of what network."""
     keys = list(merged.members[0]) if merged.members else []
     header = ["", "weight", "NoT", *keys, *(["barrier"] if keys else [])]
     rows = []
     for k, name in enumerate(names):
         scores = [f"{merged.members[k][key]:.4f}" for key in keys] + [""] * bool(keys)
         rows.append([str(name), f"{merged.weights[k]:.3g}", str(merged.transpositions[k]), *scores])
+    if merged.ensemble:
+        rows.append(["ensemble of all", "", "", *(f"{merged.ensemble[key]:.4f}" for key in keys), ""])
     for step, found in merged.scores.items():
         scores = [f"{found[key]:.4f}" for key in keys]
         rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
-    caption = "barrier: by how much the loss exceeds the weighted mean of the networks' own" if keys else ""
-    return Grid("Merged network", header, rows, caption)
+    said = f"{model}, correction: {merged.correction}"
+    if keys:
+        said += f"; barrier: by how much the loss exceeds the weighted mean of the networks' own; {merged.verdict}"
+    return Grid("Merged network", header, rows, said)

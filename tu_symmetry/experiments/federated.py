@@ -31,7 +31,12 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import Found, Report, table
 
-STEPS = {"naive": "mean of the weights", "aligned": "aligned, then mean", "corrected": "and REPAIR"}
+STEPS = {
+    "naive": "mean of the weights",
+    "naive_corrected": "mean of the weights and REPAIR",
+    "aligned": "aligned, then mean",
+    "corrected": "and REPAIR",
+}
 
 
 class ClientDigitsDataModule(DigitsDataModule):
@@ -130,8 +135,9 @@ def merge_clients(
 def clients_table(found: Merged, lines: Mapping[str, list[LossBarrier]]) -> Grid:
     """Clients, then the steps towards the merged network."""
     scores = {f"client {k}": (one, "") for k, one in enumerate(found.members)}
+    scores["ensemble of the clients"] = found.ensemble, ""
     for step, one in found.scores.items():
-        scores[STEPS[step]] = one, f"{max(line.barrier for line in lines[step]):.3f}"
+        scores[STEPS[step]] = one, f"{max(line.barrier for line in lines[step]):.3f}" if step in lines else ""
     columns = {
         "accuracy (%)": lambda row: f"{100 * row[0]['accuracy']:.1f}",
         "loss": lambda row: f"{row[0]['loss']:.3f}",

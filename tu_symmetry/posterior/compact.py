@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from tu_symmetry.alignment.align import align as align_states
+from tu_symmetry.evaluation import evaluating, forward, labeled_batches
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
+from tu_symmetry.posterior.assessment import TEMPERATURES, Assessment, assess_predictives
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import (
     SampleFileError,
@@ -27,7 +30,7 @@ from tu_symmetry.states import (
     unstack,
 )
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.randomness import own_generator
+from tu_symmetry.symmetry.randomness import leaves_randomness, own_generator
 
 _FORMAT = "tu_symmetry.compact"
 _VERSION = "1"
@@ -190,7 +193,22 @@ class CompactPosterior:
     def to(self, device: str | torch.device) -> CompactPosterior:
         """The same posterior on another device."""
         mean, std = ({n: t.to(device) for n, t in part.items()} for part in (self.mean, self.std))
-        return CompactPosterior(as_given(self.mean, mean), std, aliases=self._aliases(), metadata=self.metadata)
+        return self._of(as_given(self.mean, mean), std)
+
+    def tempered(self, temperature: float) -> CompactPosterior:
+        """The posterior with its variances times ``temperature``: at 0 every draw is the mean."""
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature} has to be finite and not negative: it multiplies variances")
+        return self._of(self.mean, {n: t * temperature**0.5 for n, t in self.std.items()})
+
+    def isotropic(self, state: Mapping[str, Tensor]) -> CompactPosterior:
+        """The rival that needs no fit: one network, each weight with this posterior's :meth:`rms`."""
+        require_same(layout_of(state), layout_of(self.mean), "the state", "the posterior's mean")
+        return self._of(as_given(state, dict(state)), {n: torch.full_like(t, self.rms()) for n, t in self.std.items()})
+
+    def rms(self) -> float:
+        """The root mean square of the standard deviations, which is that of the distances of draws to the mean."""
+        return float(self.sigma().double().square().mean().sqrt())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file (``mean/NAME``, ``std/NAME``) whole or not at all."""
@@ -237,6 +255,69 @@ class CompactPosterior:
     ) -> CompactEnsemble:
         """``num_samples`` draws as one module, see :class:`CompactEnsemble`."""
         return CompactEnsemble(model, self.sample(num_samples, generator=generator))
+
+    @leaves_randomness
+    def assess(
+        self,
+        model: nn.Module,
+        states: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]] | SampleStore,
+        validation_loader: Iterable[Any],
+        *,
+        num_samples: int = 30,
+        generator: torch.Generator | None = None,
+    ) -> Assessment:
+        """Measure a classifier's posterior on held-out data beside the networks it is of and what one line gives.
+
+        Args:
+            model: a module of the architecture, left as it is; its outputs are logits ``[batch, classes]``.
+            states: the networks that the posterior was fitted to, as in :meth:`from_states`; the first is the one of
+                the rivals.
+            validation_loader: batches ``(inputs, classes)`` that no network was trained on; they are kept in memory.
+            num_samples: draws in each predictive. The same ones, scaled, serve all temperatures: 0, and 1e-4 to 10 in
+                halves of a decade.
+            generator: of the draws.
+
+        Raises:
+            SymmetryError: states of another architecture.
+            ValueError: outputs or targets of another shape, an empty loader, an NLL that is NaN.
+        """
+        members: Sequence[Mapping[str, Tensor]] = states if isinstance(states, SampleStore) else unstack(states)
+        generator = own_generator(generator)
+        device = next(iter(self.mean.values())).device
+        data = list(labeled_batches(validation_loader, device))
+        targets = torch.cat([y for _, y in data])
+        own, noisy = (q.sample(num_samples, generator=generator) for q in (self, self.isotropic(members[0])))
+
+        def predictive(networks: Iterable[Mapping[str, Tensor]]) -> Tensor:
+            each = []
+            for network in networks:
+                state = {n: t.to(device) for n, t in network.items()}
+                outputs = torch.cat([forward(model, state, x) for x, _ in data])
+                if outputs.ndim != 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
+                    raise ValueError(
+                        "only classifiers are assessed: outputs have to be logits [batch, classes] and targets classes "
+                        f"[batch], but they are of shape {tuple(outputs.shape)} and {tuple(targets.shape)}"
+                    )
+                each.append(outputs.double().softmax(-1))
+            return torch.stack(each).mean(0)
+
+        def tempered(temperature: float) -> Iterator[State]:
+            for draw in unstack(own):
+                yield {
+                    n: torch.lerp(self.mean[n], t, temperature**0.5) if n in self.std else t for n, t in draw.items()
+                }
+
+        with evaluating(model):
+            predictives = {
+                "ensemble": predictive(members),
+                "one member": predictive([members[0]]),
+                "one member with noise": predictive(unstack(noisy)),
+            }
+            heated = {t: predictive(tempered(t) if t else [self.mean]) for t in TEMPERATURES}
+        return assess_predictives(predictives, heated, targets, len(members))
+
+    def _of(self, mean: State, std: Mapping[str, Tensor]) -> CompactPosterior:
+        return CompactPosterior(mean, std, aliases=self._aliases(), metadata=self.metadata)
 
     def _free(self) -> list[str]:
         """Weight names without the further names of tied ones."""

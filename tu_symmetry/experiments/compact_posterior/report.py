@@ -43,7 +43,8 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     """Write ``report.md`` and its plots from what the other commands of the table have left in their folders."""
     page = Report(out, recipe)
     compared, pruned, paths = (Outcome.load(folder).results for folder in (comparison, pruning, interpolation))
-    page.add(main_table(compared, page.table.paper, page.table.title), alignment_table(runs, paths), chain_table(runs))
+    page.add(main_table(compared, page.table.paper, page.table.title), rival_table(compared))
+    page.add(alignment_table(runs, paths), chain_table(runs))
     kept = (
         "Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are matched to "
         "the ensemble's mean first."
@@ -73,13 +74,38 @@ def main_table(found: Found, paper: Found, title: str) -> Grid:
     return table(title, ROWS, columns, caption)
 
 
+def rival_table(found: Found) -> Grid:
+    """The posteriors beside all networks that they were fitted to, one of them, and the same with noise."""
+    words = {"sample": "all networks", "member": "one member", "noise": "one member with noise"}
+    rows = {}
+    for column in found["rows"]["storage"]:
+        source, _, kind = column.partition("/")
+        rows[f"{SOURCES.get(source, 'VI')}: {words.get(kind, kind)}"] = column
+    columns = {
+        "agreement\nwith HMC ↑": ("agreement", ".4f"),
+        "TV to\nHMC ↓": ("tv", ".4f"),
+        "accuracy ↑": ("accuracy", ".4f"),
+        "NLL ↓": ("nll", ".3f"),
+        "storage": ("storage", "d"),
+    }
+    cells = {
+        header: lambda column, key=key, form=form: format(found["rows"][key][column], form)
+        for header, (key, form) in columns.items()
+    }
+    caption = (
+        "the rivals: the first network alone, and with isotropic noise of the rms of q_r's σ; NLL in nats; storage in "
+        "networks"
+    )
+    return table("Beside what takes one line", dict(sorted(rows.items())), cells, caption)
+
+
 def alignment_table(runs: Runs, paths: Found) -> Grid:
     """Transpositions, standard deviations and barriers of each alignment."""
     rows = {}
     for source, label in SOURCES.items():
         q_d, q_r = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
         _, *moved = q_r.metadata["transpositions"]  # the first is the reference
-        sigmas = [float(q.sigma().double().square().mean().sqrt()) for q in (q_d, q_r)]
+        sigmas = [q.rms() for q in (q_d, q_r)]
         barriers = [fmean(paths[f"{source}/{when}"]["barrier"]) for when in ("before", "after")]
         rows[label] = (moved, sigmas, barriers)
     columns = {
