@@ -88,8 +88,8 @@ def section(records: list[Record], ood: list[Record]) -> Section:
         "posteriors and splits; *of possible*: as a share of what the best temperature for the rest would give; "
         f"*worse*: share in which the change is above {_WORSE:g}. Rules: the temperature of the highest gain over the "
         "network on the held-out data, or of the highest gain less so many of its standard errors (`standard_errors=`, "
-        "0 by default in `calibrate`, 2 in `FitLaplace`). OOD: posteriors are calibrated, and networks scaled, on 500 "
-        "held-out images; 1,000 others are shifted."
+        "0 by default in `calibrate`, 2 in `FitLaplace`). OOD: posteriors are calibrated (FitLaplace's rule), "
+        "and networks scaled, on 500 held-out images; 1,000 others are shifted."
     )
     header = ["held-out samples", "rule", "change", "of possible", "worse", "worst"]
     grids = [Grid("Test NLL with the temperature that was chosen", header, rows), detection(ood)]
@@ -187,7 +187,7 @@ def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float])
     """Of every sample at every temperature, ``[temperatures, samples]``."""
     parts = []
     for inputs, labels in zip(x.split(500), y.split(500), strict=True):
-        found = tempered_predictives(
+        _, found = tempered_predictives(
             la.fitted, inputs, [(temperature, 1.0) for temperature in temperatures],
             num_samples=100, link_approx="mc", covariance="auto", seed=0,
         )  # fmt: skip
