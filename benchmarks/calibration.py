@@ -6,16 +6,19 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.functional.classification import binary_auroc
 
 from benchmarks._measure import in_own_process
 from benchmarks._report import Goal, Section, Settings
-from benchmarks.comparison import LARGER, METHODS, trained
+from benchmarks.comparison import LARGER, METHODS, best_sharpness, trained
+from benchmarks.default import entropy, shuffled
 from benchmarks.joint import images
 from tu_symmetry.laplace.calibration import TEMPERATURES, Judged
 from tu_symmetry.laplace.function_posterior import tempered_predictives
@@ -41,11 +44,12 @@ def run(settings: Settings) -> Section:
         else:
             arguments = (name, str(epochs), str(seed), str(torch.get_num_threads()))
             records += in_own_process("benchmarks.calibration", *arguments)
-    return section(records)
+    ood = [r for r in records if "ood" in r]
+    return section([r for r in records if "ood" not in r], ood)
 
 
-def section(records: list[Record]) -> Section:
-    """What each rule gained and lost, over all networks, posteriors and splits."""
+def section(records: list[Record], ood: list[Record]) -> Section:
+    """What each rule gained and lost, over all networks, posteriors and splits; and what detects other inputs."""
     sizes = list(dict.fromkeys(r["size"] for r in records))
     rows, goals = [], []
     for size in sizes:
@@ -84,11 +88,54 @@ def section(records: list[Record]) -> Section:
         "posteriors and splits; *of possible*: as a share of what the best temperature for the rest would give; "
         f"*worse*: share in which the change is above {_WORSE:g}. Rules: the temperature of the highest gain over the "
         "network on the held-out data, or of the highest gain less so many of its standard errors (`standard_errors=`, "
-        "0 by default in `calibrate`, 2 in `FitLaplace`)."
+        "0 by default in `calibrate`, 2 in `FitLaplace`). OOD: posteriors are calibrated (FitLaplace's rule), "
+        "and networks scaled, on 500 held-out images; 1,000 others are shifted."
     )
     header = ["held-out samples", "rule", "change", "of possible", "worse", "worst"]
-    grids = [Grid("Test NLL with the temperature that was chosen", header, rows)]
-    return Section("The temperature on held-out data", text, grids, goals, [_brief(r) for r in records])
+    grids = [Grid("Test NLL with the temperature that was chosen", header, rows), detection(ood)]
+    return Section("The temperature on held-out data", text, grids, goals, [*(_brief(r) for r in records), *ood])
+
+
+def detection(records: list[Record]) -> Grid:
+    """Mean AUROC over near and far shifts, for each kind of network and length of training."""
+    rows = []
+    for name, epochs in dict.fromkeys((r["network"], r["epochs"]) for r in records):
+        own = [r["ood"] for r in records if (r["network"], r["epochs"]) == (name, epochs)]
+        found = [f"{sum(one[score] for one in own) / len(own):.3f}" for score in own[0]]
+        rows.append([f"{name.split(', 10')[0]}, {epochs} epochs ({len(own)})", *found])
+    scores = list(records[0]["ood"])
+    title = (
+        f"OOD detection: mean AUROC over near shifts (turned by 90°, inverted) and far ones (shuffled pixels, noise), "
+        f"{len(records)} networks (in brackets how many of a kind)"
+    )
+    return Grid(title, ["network", *scores], rows)
+
+
+def detect(model: nn.Module, train: DataLoader[Any], held_out: DataLoader[Any], test: Tensor) -> dict[str, float]:
+    """Mean AUROC of the entropies of the network, as it is and scaled, and of each posterior's two scores."""
+    noise = torch.rand(test.shape, generator=torch.Generator().manual_seed(0))
+    low, high = test.min(), test.max()
+    shifts = [test.rot90(dims=(2, 3)), low + high - test, shuffled(test), low + noise * (high - low)]
+
+    def auroc(score: Callable[[Tensor], Tensor]) -> float:
+        inside, *outside = (torch.cat([score(part) for part in x.split(250)]) for x in (test, *shifts))
+        truth = torch.cat([torch.zeros(len(inside)), torch.ones(len(inside))]).long()
+        found = [float(binary_auroc(torch.cat([inside, other]).float(), truth)) for other in outside]
+        return sum(found) / len(found)
+
+    found, by_method = {}, {}
+    for method in _METHODS:
+        la = LinearizedLaplace(model, **METHODS[method]).fit(train)
+        la.optimize_evidence()
+        la.calibrate(held_out, standard_errors=2.0)
+        by_method[f"{method}: calibrated, entropy"] = auroc(lambda x, la=la: entropy(la.predictive(x)))  # type: ignore[misc]
+        by_method[f"{method}: by the evidence, mutual information"] = auroc(la.epistemic)
+    with torch.no_grad():
+        logits, labels = (torch.cat(own) for own in zip(*((model(x), y) for x, y in held_out), strict=True))
+        titles = {"network, entropy": 1.0, "temperature scaled, entropy": best_sharpness(logits, labels)}
+        for title, sharpness in titles.items():
+            found[title] = auroc(lambda x, s=sharpness: entropy((s * model(x)).softmax(-1)))  # type: ignore[misc]
+    return found | by_method
 
 
 def _brief(record: Record) -> Record:
@@ -131,14 +178,16 @@ def measure(name: str, epochs: int, seed: int, *, train: int = 1000, pool: int =
                         "seconds": spent,
                     }
                 )  # fmt: skip
-    return records
+    loaders = [DataLoader(TensorDataset(*own), 250) for own in ((x, y), (held_x[:500], held_y[:500]))]
+    ood = detect(model, *loaders, held_x[-1000:])
+    return [*records, {"network": name, "epochs": epochs, "seed": seed, "ood": ood}]
 
 
 def _nll(la: LinearizedLaplace, x: Tensor, y: Tensor, temperatures: list[float]) -> Tensor:
     """Of every sample at every temperature, ``[temperatures, samples]``."""
     parts = []
     for inputs, labels in zip(x.split(500), y.split(500), strict=True):
-        found = tempered_predictives(
+        _, found = tempered_predictives(
             la.fitted, inputs, [(temperature, 1.0) for temperature in temperatures],
             num_samples=100, link_approx="mc", covariance="auto", seed=0,
         )  # fmt: skip

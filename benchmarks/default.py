@@ -154,10 +154,10 @@ def measure(
     found["network_nll"] = cross_entropy(logits, test_y).item()
     found["scaled_nll"] = cross_entropy(logits * scale, test_y).item()
     found["nll"] = _nll(default, test_x, test_y)
-    near, far = test_x.rot90(dims=(2, 3)), _shuffled(test_x)
+    near, far = test_x.rot90(dims=(2, 3)), shuffled(test_x)
     scores: dict[str, Callable[[Tensor], Tensor]] = {
-        "network": lambda inputs: _entropy(model(inputs).softmax(-1)),
-        "calibrated": lambda inputs: _entropy(default.laplace.predictive(inputs)),  # type: ignore[union-attr]
+        "network": lambda inputs: entropy(model(inputs).softmax(-1)),
+        "calibrated": lambda inputs: entropy(default.laplace.predictive(inputs)),  # type: ignore[union-attr]
         "mi": default.laplace.epistemic,
     }
     with torch.no_grad():
@@ -184,11 +184,13 @@ def _nll(callback: FitLaplace, x: Tensor, y: Tensor) -> float:
     return -p.gather(1, y[:, None]).log().mean().item()
 
 
-def _entropy(p: Tensor) -> Tensor:
+def entropy(p: Tensor) -> Tensor:
+    """Of probabilities, in nats."""
     return -(p * p.clamp_min(1e-12).log()).sum(-1)
 
 
-def _shuffled(x: Tensor) -> Tensor:
+def shuffled(x: Tensor) -> Tensor:
+    """The pixels of every image in a random order of its own."""
     order = torch.rand(len(x), 1, x[0, 0].numel(), generator=torch.Generator().manual_seed(0)).argsort(-1)
     return x.flatten(2).gather(2, order.expand(-1, x.shape[1], -1)).view_as(x)
 

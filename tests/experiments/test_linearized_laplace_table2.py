@@ -156,7 +156,6 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
 def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:
     out, results = table
     text = (out / "report" / "report.md").read_text()
-    assert (out / "report" / "evidence.png").read_bytes().startswith(b"\x89PNG")
     for key, runs in results["evidence"]["rows"].items():
         values = torch.tensor([r["nll"] for r in runs], dtype=torch.float64)
         mark = "" if all(r["converged"] for r in runs) else "†"

@@ -48,13 +48,8 @@ class Images:
     @property
     def sizes(self) -> dict[str, int]:
         """Numbers of images."""
-        sizes = {"training": len(self.train.x), "test": len(self.test.x)}
+        sizes = {"training": len(self.train.x), "validation": len(self.data.val.x), "test": len(self.test.x)}
         return sizes if self.other is None else sizes | {"out-of-distribution": len(self.other)}
-
-    @property
-    def all_sizes(self) -> dict[str, int]:
-        """The same with the validation images."""
-        return self.sizes | {"validation": len(self.data.val.x)}
 
     def digest(self) -> str:
         """A digest of all images and classes."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.function_posterior import outputs_and_predictives
+from tu_symmetry.laplace.function_posterior import tempered_predictives
 
 SHARPNESSES = (1.0, *(10 ** (i / 20) for i in range(-20, 21) if i))  # 1, and 0.1 to 10
 LOUDER = tuple(10 ** (i / 20) for i in range(-80, -20))  # of a regression, whose residuals may be next to nothing
@@ -83,7 +83,7 @@ def judge(
     observations: list[Tensor] = []
     with together(device):
         for inputs, targets in batches(loader, device):
-            outputs, found = outputs_and_predictives(fitted, inputs, candidates, **options)
+            outputs, found = tempered_predictives(fitted, inputs, candidates, **options)
             observed = likelihood.observed(outputs, targets)
             count = len(observed)
             nll.append(torch.stack([likelihood.nll(p, observed).reshape(count, -1).sum(1) for p in found]))

@@ -310,13 +310,6 @@ def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
 
 
 def tempered_predictives(
-    fitted: FittedLaplace, inputs: Any, candidates: Sequence[tuple[float, float]], **options: Any
-) -> list[Any]:
-    """The predictive of one batch at several temperatures and sharpnesses, from the same covariances or samples."""
-    return outputs_and_predictives(fitted, inputs, candidates, **options)[1]
-
-
-def outputs_and_predictives(
     fitted: FittedLaplace,
     inputs: Any,
     candidates: Sequence[tuple[float, float]],
@@ -326,7 +319,7 @@ def outputs_and_predictives(
     covariance: Covariance,
     seed: int,
 ) -> tuple[Tensor, list[Any]]:
-    """The network's outputs beside :func:`tempered_predictives`."""
+    """Outputs of a batch, and its predictives at several temperatures and sharpnesses, from the same moments."""
     likelihood = fitted.likelihood
     deviations: Tensor | None = None
     sampled = not likelihood.noisy and link_approx == "mc"

@@ -512,7 +512,7 @@ class LinearizedLaplace(Brief):
             return in_own_shape(fitted, inputs, found)
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
         chosen = [(fitted.temperature, fitted.sharpness)]
-        (found,) = tempered_predictives(fitted, inputs, chosen, link_approx=link_approx, **options)
+        _, (found,) = tempered_predictives(fitted, inputs, chosen, link_approx=link_approx, **options)
         return in_own_shape(fitted, inputs, found)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:

@@ -226,7 +226,7 @@ class Work:
         """Probabilities by the evidence, and calibrated, from one pass for both."""
         kinds = [(1.0, 1.0), (la.temperature, la.sharpness)]
         options: Any = {"num_samples": self.settings.num_samples, "link_approx": "mc", "covariance": "auto", "seed": 0}
-        return tempered_predictives(la.fitted, x, kinds, **options)
+        return tempered_predictives(la.fitted, x, kinds, **options)[1]
 
     def row(self, key: str) -> dict[str, Any]:
         """What a table says of one choice, or of the network itself."""
@@ -348,6 +348,6 @@ def all_rows(
     every = [row for by_name in results.values() for found in by_name.values() for row in found]
     parameters = {name: trained.size for name, trained in networks.items()}
     return Outcome(
-        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.all_sizes},
+        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.sizes},
         f"{len(every)} evidences, {sum(not row['converged'] for row in every)} of them not converged to the tolerances",
     )

@@ -82,7 +82,7 @@ def measure_rotations(
                 results.setdefault(name, []).append(row)
     every = [row for key, runs in results.items() if key not in (NETWORK, SCALED) for row in runs]
     return Outcome(
-        {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": images.all_sizes},
+        {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": images.sizes},
         f"{count} networks; {sum(not row['converged'] for row in every)} of {len(every)} rows from an evidence "
         "that had not converged",
     )

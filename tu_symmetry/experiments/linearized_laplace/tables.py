@@ -11,8 +11,7 @@ import torch
 
 from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.rows import CALIBRATED, NETWORK, SCALED, Runs
-from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid, mean_and_error
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import Found, Report, table
 
@@ -69,7 +68,7 @@ def architecture_tables(found: Found, title: str, published: Found) -> list[Grid
         columns: dict[str, Any] = {name: lambda line, name=name: show(line, name) for name in found["networks"]}
         return table(f"{heading} {title}", lines, columns, f"{caption}. {paper.OPEN_CAPTION}")
 
-    lines = {paper.ITSELF: (NETWORK, "nll"), "the same, training data": (NETWORK, "train_nll")}
+    lines = {paper.title_of(NETWORK): (NETWORK, "nll"), "the same, training data": (NETWORK, "train_nll")}
     lines |= {paper.title_of(key): (key, "nll") for key in (SCALED, *found["rows"])}
     changes = {change: keys for change, keys in CHANGES.items() if set(keys) <= rows.keys()}
     return [
@@ -97,7 +96,7 @@ def architecture_tables(found: Found, title: str, published: Found) -> list[Grid
 
 
 def report_residual(out: Path, recipe: str, evidence: Path) -> Outcome:
-    """Write ``report.md`` and ``evidence.png``, from the folder of :func:`.evidence.optimize_kronecker_evidence`."""
+    """Write ``report.md``, from the folder of :func:`.evidence.optimize_kronecker_evidence`."""
     page, found = Report(out, recipe), Outcome.load(evidence).results
     rows: dict[str, Runs] = paper.with_rivals(found["networks"], found["rows"])
     several = {key: runs for key, runs in rows.items() if all(len(run.get("groups", ())) > 1 for run in runs)}
@@ -105,8 +104,6 @@ def report_residual(out: Path, recipe: str, evidence: Path) -> Outcome:
     page.add(quality_table(rows, page.table.paper, page.table.title), dimension_table(found["rows"]))
     if several:
         page.add(group_table(several))
-    drawn = {key: runs for key, runs in rows.items() if not key.endswith(CALIBRATED)}
-    page.figure("evidence", draw_evidence, drawn, several, title="Figure", alt="test likelihood and groups")
     return page.done()
 
 
@@ -180,25 +177,3 @@ def group_table(rows: Mapping[str, Runs]) -> Grid:
         f"{paper.OPEN_CAPTION}"
     )
     return table("Precisions by group", {f"{n} ({first[n]['size']:,})": n for n in first}, columns, caption)
-
-
-def draw_evidence(path: Path, rows: Mapping[str, Runs], several: Mapping[str, Runs]) -> None:
-    """Test NLL of every row, and the precision of every group relative to its center; crosses had not converged."""
-    shapes = {key: "x" if paper.OPEN in paper.marks(runs) else "o" for key, runs in rows.items()}
-    with plots.figure(path, 2 if several else 1, width=5.4, height=3.6) as axes:
-        for place, (key, runs) in enumerate(reversed(list(rows.items()))):
-            mean, error = mean_and_error([run["nll"] for run in runs])
-            color = paper.style_of(key)["color"]
-            face = "white" if key.endswith("/flat") else color
-            axes[0].errorbar(mean, place, xerr=error, fmt=shapes[key], color=color, markerfacecolor=face, capsize=2)
-        axes[0].set_yticks(range(len(rows)), [paper.title_of(key) for key in reversed(list(rows))])
-        axes[0].set(title="Test NLL", xlabel="nats, mean ± standard error over networks; ×: had not converged")
-        names = list(next(iter(several.values()))[0]["groups"]) if several else []
-        for key, runs in several.items():
-            relative = [fmean(r["groups"][n]["precision"] / r["groups"][n]["center"] for r in runs) for n in names]
-            style = paper.style_of(key)
-            axes[1].plot(range(len(names)), relative, marker=shapes[key], label=paper.title_of(key), **style)
-        if several:
-            axes[1].set_xticks(range(len(names)), names, rotation=90, fontsize=6)
-            axes[1].set(title="Precision of each group", ylabel=r"$\lambda_g$ over its center", yscale="log")
-            axes[1].legend(loc="best", fontsize=6)

@@ -191,9 +191,8 @@ def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
 
 def band_title(name: str) -> str:
     """What the report calls a band: by a precision, or by a choice."""
-    if name in (ALONE, RESIDUAL):
-        return name
-    return f"λ = {name}" if "/" not in name else Choice.parse(name).title
+    plain = name if name in (ALONE, RESIDUAL) else f"λ = {name}"
+    return plain if "/" not in name else Choice.parse(name).title
 
 
 def bands_table(rows: Found, title: str) -> Grid:

@@ -89,7 +89,7 @@ def measure_training(
             "runs": runs,
             "priors": list(priors),
             "parameters": {name: own.size for name, own in networks.items()},
-            "sizes": images.all_sizes,
+            "sizes": images.sizes,
         },
         f"{len(jobs)} snapshots; {sum(not row['converged'] for row in every)} of {len(every)} distances from an "
         "evidence that had not converged",
