@@ -40,18 +40,6 @@ LABELS = torch.tensor([0, 2, 1, 1, 0])
 SIZES = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6, "num_labels": 3}
 
 
-class Pooled(nn.Module):
-    """An encoder's last hidden state, averaged over positions, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = hf.T5Config(vocab_size=WORDS, d_model=4, d_kv=2, d_ff=6, num_layers=1, num_heads=2)
-        self.backbone, self.head = hf.T5EncoderModel(config), nn.Linear(4, 3)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return self.head(self.backbone(input_ids=input_ids).last_hidden_state.mean(1))
-
-
 class Nodes(nn.Module):
     """A graph network whose edges all samples share: features ``[graphs, nodes, features]``."""
 
@@ -78,8 +66,9 @@ def llama() -> nn.Module:
     return hf.LlamaForSequenceClassification(hf.LlamaConfig(vocab_size=WORDS, max_position_embeddings=8, **sizes))
 
 
-def vit() -> nn.Module:
-    return hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=8, **SIZES))
+def t5() -> nn.Module:
+    sizes = {"vocab_size": WORDS, "d_model": 4, "d_kv": 2, "d_ff": 6, "num_layers": 1, "num_heads": 2, "num_labels": 3}
+    return hf.T5ForTokenClassification(hf.T5Config(**sizes))  # the encoder, and a head
 
 
 def convnext() -> nn.Module:
@@ -87,15 +76,20 @@ def convnext() -> nn.Module:
     return hf.ConvNextForImageClassification(config)
 
 
-T5_BIAS = "backbone.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+T5_BIAS = "transformer.encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 SMALL = IMAGES[..., ::2, ::2]
 # what builds it, what its argument is called, inputs, parameters that are read apart from the batch
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, Tensor, list[str]]] = {
     "bert": (bert, "input_ids", TEXTS, ["bert.embeddings.position_embeddings.weight"]),
     "gpt2": (gpt2, "input_ids", TEXTS, ["transformer.wpe.weight"]),
     "llama": (llama, "input_ids", TEXTS, []),
-    "t5": (Pooled, "input_ids", TEXTS, ["backbone.shared.weight", T5_BIAS]),
-    "vit": (vit, "pixel_values", SMALL, []),
+    "t5": (t5, "input_ids", TEXTS, ["transformer.shared.weight", T5_BIAS]),
+    "vit": (
+        lambda: hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=8, **SIZES)),
+        "pixel_values",
+        SMALL,
+        [],
+    ),
     "convnext": (convnext, "pixel_values", IMAGES, []),
     "resnet": (lambda: timm.create_model("test_resnet", num_classes=3), "x", SMALL, []),
     "efficientnet": (lambda: timm.create_model("test_efficientnet", num_classes=3), "x", SMALL, []),
@@ -110,7 +104,8 @@ def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
         model = MODELS[name][0]().double().eval()
     if MODELS[name][1] != "x":
         model = randomize(model, scale=0.3)
-    return model, MODELS[name][2], LABELS.unsqueeze(1).expand(-1, 4).clone() if name == "gcn" else LABELS
+    positions = {"t5": 6, "gcn": 4}.get(name)
+    return model, MODELS[name][2], LABELS.unsqueeze(1).expand(-1, positions).clone() if positions else LABELS
 
 
 class Logits(nn.Module):
@@ -180,19 +175,16 @@ def test_defaults_fit_predict_save_and_load(
 
 
 HEADS = [2, 2, 2, 4]  # heads, units that queries and keys have in each, values likewise, the width of all
+SYMMETRIES = {
+    "bert": [*HEADS, 4, 6],
+    "gpt2": [*HEADS, 16],
+    "llama": [2, 4, 6, 8],
+    "t5": [*HEADS, 6],
+    "vit": [*HEADS, 6],
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("bert", [*HEADS, 4, 6]),
-        ("gpt2", [*HEADS, 16]),
-        ("llama", [2, 4, 6, 8]),
-        ("t5", [*HEADS, 6]),
-        ("vit", [*HEADS, 6]),
-        ("gcn", [8]),
-    ],
-)
+@pytest.mark.parametrize(("name", "sizes"), [*SYMMETRIES.items(), ("gcn", [8])])
 def test_their_symmetries(name: str, sizes: list[int]) -> None:
     """Of heads too: the keys and values that a network caches are none of its outputs."""
     model, x, _ = build(name)
@@ -227,15 +219,10 @@ def test_what_cannot_be_done_names_what_can() -> None:
         LinearizedLaplace(compiled, graph=tus.discover_symmetries(compiled, X)).fit([(X, LABELS)])
 
 
-def in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
 AROUND: dict[str, Callable[[nn.Module], Any]] = {
     "compiled": lambda m: torch.compile(m, backend="eager"),
     "compiled_part": lambda m: nn.Sequential(torch.compile(m, backend="eager")),
-    "compiled_in_place": in_place,
+    "compiled_in_place": lambda m: (m.compile(backend="eager"), m)[1],
     "mc_dropout": lambda m: mc_dropout(m, 4).eval(),
     "mc_dropout_loop": lambda m: mc_dropout(m, 4, on_batch=False).eval(),
 }
