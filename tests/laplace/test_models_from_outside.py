@@ -40,16 +40,11 @@ LABELS = torch.tensor([0, 2, 1, 1, 0])
 SIZES = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 6, "num_labels": 3}
 
 
-class Nodes(nn.Module):
+class Nodes(GCN):
     """A graph network whose edges all samples share: features ``[graphs, nodes, features]``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = GCN(5, 8, 2, 3)
-        self.register_buffer("edges", torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]]))
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.convolutions(x, self.edges)
+        return super().forward(x, torch.tensor([[0, 1, 2, 3, 0], [1, 2, 3, 0, 2]]))
 
 
 def bert() -> nn.Module:
@@ -93,7 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, Tensor, list[str]]] = {
     "convnext": (convnext, "pixel_values", IMAGES, []),
     "resnet": (lambda: timm.create_model("test_resnet", num_classes=3), "x", SMALL, []),
     "efficientnet": (lambda: timm.create_model("test_efficientnet", num_classes=3), "x", SMALL, []),
-    "gcn": (Nodes, "x", NODES, []),
+    "gcn": (lambda: Nodes(5, 8, 2, 3), "x", NODES, []),
 }
 
 
@@ -108,15 +103,11 @@ def build(name: str) -> tuple[nn.Module, Tensor, Tensor]:
     return model, MODELS[name][2], LABELS.unsqueeze(1).expand(-1, positions).clone() if positions else LABELS
 
 
-class Logits(nn.Module):
+class Logits(nn.Sequential):
     """What an oracle differentiates: the tensor in an output."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, x: Tensor) -> Tensor:
-        found = self.model(x)
+        found = self[0](x)
         return getattr(found, "logits", found)
 
 
@@ -159,7 +150,7 @@ def test_defaults_fit_predict_save_and_load(
     la = fits[-1]
     assert la is not None and la.prior == "per_group" and la.evaluate_at == "tangent_mode"
     for parameter in shared:
-        expected = exact_ggn(Logits(model), [f"model.{parameter}"], x[:3], y[:3], "classification")
+        expected = exact_ggn(Logits(model), [f"0.{parameter}"], x[:3], y[:3], "classification")
         (block,) = (b for b in la.posterior.blocks if b.name == parameter)
         found = block.from_basis(block.to_basis(torch.eye(len(expected)).double()) * block.eigenvalues())
         limit = 1e-6 * float(expected.abs().max())  # some normalize in single precision
@@ -257,7 +248,7 @@ def test_adapters_of_peft() -> None:
     model = randomize(get_peft_model(network, LoraConfig(target_modules=["query", "value"], r=2)), scale=0.3)
     la = LinearizedLaplace(model, curvature="full").fit([(x, y)])
     assert len(la.tangent.names) == 4 and all("lora" in name for name in la.tangent.names)
-    expected = exact_ggn(Logits(model), [f"model.{name}" for name in la.tangent.names], x, y, "classification")
+    expected = exact_ggn(Logits(model), [f"0.{name}" for name in la.tangent.names], x, y, "classification")
     torch.testing.assert_close(dense_curvature(la), expected, rtol=1e-6, atol=1e-9)
     model = randomize(get_peft_model(mlp(), LoraConfig(target_modules=["0"], r=2)))
     graph, state = tus.discover_symmetries(model, X), model.state_dict()
@@ -270,14 +261,9 @@ def test_adapters_of_peft() -> None:
 def train(model: nn.Module, callback: Any, members: int = 1) -> DataLoader[Any]:
     """By TorchUncertainty's routine."""
     loader = DataLoader(TensorDataset(X, LABELS), batch_size=3)
-    routine = ClassificationRoutine(
-        model=model,
-        num_classes=3,
-        loss=nn.CrossEntropyLoss(),
-        is_ensemble=True,
-        optim_recipe={"optimizer": torch.optim.SGD(model.parameters(), lr=1e-2)},
-        format_batch_fn=RepeatTarget(members),
-    )
+    options = {"is_ensemble": True, "format_batch_fn": RepeatTarget(members), "loss": nn.CrossEntropyLoss()}
+    recipe = {"optimizer": torch.optim.SGD(model.parameters(), lr=1e-2)}
+    routine = ClassificationRoutine(model=model, num_classes=3, optim_recipe=recipe, **options)
     trainings.trainer(callback, max_epochs=1, precision="64-true").fit(routine, loader, loader)
     return loader
 
