@@ -22,7 +22,7 @@ from benchmarks._report import Goal, Section, Settings
 from benchmarks.comparison import LARGER
 from benchmarks.joint import images
 from tu_symmetry.callbacks import FitLaplace
-from tu_symmetry.callbacks.laplace_choice import Fit
+from tu_symmetry.callbacks.laplace_choice import METHODS
 from tu_symmetry.reporting.grid import Grid
 
 _EPOCHS, _SEEDS, _TRAIN, _TEST, _HELD_OUT = (8, 40, 150), 3, 1000, 4000, 500
@@ -153,12 +153,12 @@ def measure(
     scale = min((cross_entropy(held * s, val_y).item(), s) for s in (10 ** (k / 50) for k in range(-50, 51)))[1]
     found["network_nll"] = cross_entropy(logits, test_y).item()
     found["scaled_nll"] = cross_entropy(logits * scale, test_y).item()
-    found["nll"] = _nll(default.fits[0], default, test_x, test_y)[found["chosen"]]
+    found["nll"] = _nll(default, test_x, test_y)
     near, far = test_x.rot90(dims=(2, 3)), _shuffled(test_x)
     scores: dict[str, Callable[[Tensor], Tensor]] = {
         "network": lambda inputs: _entropy(model(inputs).softmax(-1)),
         "calibrated": lambda inputs: _entropy(default.laplace.predictive(inputs)),  # type: ignore[union-attr]
-        "mi": _mutual_information(default),
+        "mi": default.laplace.epistemic,
     }
     with torch.no_grad():
         for score, of in scores.items():
@@ -168,36 +168,20 @@ def measure(
                 truth = torch.cat([torch.zeros(len(inside)), torch.ones(len(outside))]).long()
                 found[f"{score}_{kind}"] = float(binary_auroc(torch.cat([inside, outside]).float(), truth))
     if not resnet:
-        every = FitLaplace(loaders[0].dataset, budget=None, calibration_data=loaders[1])
-        trainer = Trainer(accelerator="cpu", callbacks=[every], enable_model_summary=False, **quiet)
-        trainer.validate(Trained(model), loaders[1], verbose=False)
-        found["each"] = _nll(every.fits[0], every, test_x, test_y)
+        found["each"] = {}
+        for method, options in METHODS.items():
+            own = FitLaplace(loaders[0].dataset, calibration_data=loaders[1], **options)
+            trainer = Trainer(accelerator="cpu", callbacks=[own], enable_model_summary=False, **quiet)
+            trainer.validate(Trained(model), loaders[1], verbose=False)
+            found["each"][method] = _nll(own, test_x, test_y)
         found["best"] = min(found["each"].values())
     return found
 
 
-def _nll(fits: list[Fit], callback: FitLaplace, x: Tensor, y: Tensor) -> dict[str, float]:
-    found = {}
-    for fit in fits:
-        if fit.laplace is not None:
-            p = torch.cat([fit.laplace.predictive(part) for part in x.split(250)]).double()
-            found[fit.name] = -p.gather(1, y[:, None]).log().mean().item()
-    return found
-
-
-def _mutual_information(callback: FitLaplace) -> Callable[[Tensor], Tensor]:
-    from dataclasses import replace
-
-    from tu_symmetry.laplace.linearized import LinearizedLaplace
-
+def _nll(callback: FitLaplace, x: Tensor, y: Tensor) -> float:
     assert callback.laplace is not None
-    plain = LinearizedLaplace.from_fitted(replace(callback.laplace.fitted, temperature=1.0))
-
-    def score(inputs: Tensor) -> Tensor:
-        samples = plain.predictive(inputs, joint=True)
-        return _entropy(samples.mean(0)) - _entropy(samples).mean(0)
-
-    return score
+    p = torch.cat([callback.laplace.predictive(part) for part in x.split(250)]).double()
+    return -p.gather(1, y[:, None]).log().mean().item()
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def dense_curvature(la: LinearizedLaplace) -> Tensor:
 def dense_covariance(la: LinearizedLaplace) -> Tensor:
     """Posterior covariance from the definition: ``(H / v + Lambda)^-1``."""
     precision = la.prior_groups.spread(la.log_precision.exp())
-    return torch.linalg.inv(dense_curvature(la) / la.noise_variance + torch.diag(precision))
+    return torch.linalg.inv(dense_curvature(la) / la.fitted.predictive_noise + torch.diag(precision))
 
 
 def slot(la: LinearizedLaplace, name: str) -> slice:

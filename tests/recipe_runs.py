@@ -230,7 +230,7 @@ def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
     """MNIST and its relatives, CIFAR-10 and textures in miniature; images say their class."""
     generator = np.random.default_rng(0)
     root.mkdir(parents=True)
-    pictures = [f"{half}/{i:05d}_{CIFAR10_CLASSES[i % 10]}.jpg" for half in ("train", "test") for i in range(80)]
+    pictures = [f"{half}/{i:05d}_{CIFAR10_CLASSES[i % 10]}.jpg" for half in ("train", "test") for i in range(120)]
     for archive, names in ((CIFAR_ARCHIVE, pictures), (TEXTURES_ARCHIVE, [f"{i:03d}.jpg" for i in range(32)])):
         with tarfile.open(root / archive, "w:xz") as file:
             for number, name in enumerate(names):

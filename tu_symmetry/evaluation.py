@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tu_symmetry.modules import as_one_network
 from tu_symmetry.states import sample_count, unstack
 
 
@@ -22,7 +23,7 @@ def evaluating(model: nn.Module, hooks: Mapping[str, Callable[..., None]] | None
     handles = [modules[path].register_forward_hook(hook) for path, hook in (hooks or {}).items()]
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), as_one_network(model):
             yield
     finally:
         for handle in handles:

@@ -7,10 +7,12 @@ Nothing of Lightning or TorchUncertainty is imported: both are told by names. A 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 AVERAGES = ("ema_model", "swa_model")
@@ -107,6 +109,24 @@ def network_of(module: nn.Module, *, name: str, advice: Any) -> nn.Module:
 def uncompiled(module: nn.Module) -> nn.Module:
     """What ``torch.compile`` was given."""
     return getattr(module, "_orig_mod", module)
+
+
+def is_dropout_sampler(module: Any) -> bool:
+    """Whether a module is TorchUncertainty's ``mc_dropout`` around a network: one network, run several times."""
+    return isinstance(module, nn.Module) and all(hasattr(module, n) for n in ("core_model", "filtered_modules"))
+
+
+def as_one_network(model: nn.Module) -> AbstractContextManager[Any]:
+    """Have what is in evaluation mode run its network once, without dropout; within the context nothing is compiled.
+
+    What was compiled would be compiled anew for each kind of weights, and knows no transforms of ``torch.func``.
+    """
+    for part in filter(is_dropout_sampler, model.modules()):
+        part.training = True  # in which it runs its network once
+        for dropout in part.filtered_modules:  # type: ignore[union-attr]
+            dropout.training = False
+    compiled = any(uncompiled(m) is not m or getattr(m, "_compiled_call_impl", None) for m in model.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 def uncopyable(model: nn.Module, *, compiled: bool = False) -> str:

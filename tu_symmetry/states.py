@@ -23,6 +23,7 @@ from tu_symmetry.files import INDEX, FileError, TensorFile, check_archive, shard
 from tu_symmetry.modules import is_source, state_of, states_of
 
 State = dict[str, Tensor]
+States = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]  # a stack, or a list
 _SUFFIX = ".safetensors"
 _EXPANDED, _FREE = 16, 1 << 24  # how much larger than their file tensors may be, and bytes that any file may have
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -183,6 +184,11 @@ def stack_states(states: Sequence[Mapping[str, Tensor]]) -> State:
     for i, state in enumerate(states[1:], start=1):
         require_same(layout_of(state), first, f"states[{i}]", "states[0]")
     return as_given(states[0], {name: torch.stack([s[name] for s in states]) for name in first})
+
+
+def as_stack(states: Any) -> Any:
+    """A list of states as a stack; anything else, a stack among it, as it is."""
+    return stack_states(states) if isinstance(states, (list, tuple)) else states
 
 
 def layout_of(state: Mapping[str, Tensor], *, stacked: bool = False) -> dict[str, Layout]:

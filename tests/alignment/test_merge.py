@@ -20,9 +20,12 @@ from zoo import discovered, planted, some_cases
 import tu_symmetry as tus
 from tu_symmetry.alignment import average, correct, measure
 from tu_symmetry.alignment.barrier import mean_loss
+from tu_symmetry.alignment.merging import StaleStatisticsWarning
 from tu_symmetry.evaluation import forward
 from tu_symmetry.states import SampleFileError, State, open_state
 from tu_symmetry.symmetry.running.weights import random_state
+
+pytestmark = pytest.mark.filterwarnings("ignore::tu_symmetry.alignment.merging.StaleStatisticsWarning")
 
 
 def close(found: State, expected: State, **tolerances: float) -> None:
@@ -270,3 +273,15 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_matched() -> None:
         tus.merge(graph, iter(states), model)  # type: ignore[arg-type]
     with pytest.raises(tus.SymmetryError, match=r"states\[1\] is not a state dict"):
         tus.merge(graph, [states[0], {"0.weight": torch.zeros(1)}], model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_statistics_that_nothing_corrects_are_said_to_be_stale() -> None:
+    model, graph, states = trained(2, norm=True)
+    with pytest.warns(StaleStatisticsWarning, match=r"Sequential has BatchNorm.*--correction batchnorm") as caught:
+        tus.merge(graph, states, model)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    tus.merge(graph, states, model, data(), correction="batchnorm")
+    tus.merge(graph, states, model, weights=[1, 0])
+    model, graph, states = trained(2)
+    tus.merge(graph, states, model)

@@ -12,7 +12,7 @@ from torch import nn
 from trainings import digits, digits_network, epochs, run_cli
 
 import tu_symmetry as tus
-from tu_symmetry.callbacks import FitCompactPosterior
+from tu_symmetry.callbacks import FitCompactPosterior, Rebasin, compact
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import HMCRoutine, VariationalRoutine
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("match_on", ["weights", "activations"])
-def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None:
+def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a store that holds permuted copies of one network."""
     smooth = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))  # no units that are dead alike
     graph, first = tus.discover_symmetries(smooth, torch.rand(2, 1, 8, 8)), smooth.state_dict()
@@ -30,7 +30,10 @@ def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None
     SampleStore.create(tmp_path / "s", architecture="net", method="planted").append(states, step=range(4))
     files = {name: tmp_path / "a" / name for name in ("q_r", "q_d")}
     fitting = FitCompactPosterior(tmp_path / "s", **files, match_on=match_on)
+    said: list[str] = []
+    monkeypatch.setattr(compact, "rank_zero_info", lambda text, *values: said.append(text % values))
     epochs(tmp_path, 1, fitting).fit(VariationalRoutine(smooth), datamodule=digits())
+    assert len(said) == 1 and said[0].startswith("compact posterior of 4 networks: sigma_q_d ")
     q_r, q_d = (CompactPosterior.load(path) for path in files.values())
     assert float(q_r.sigma().max()) < 1e-6 and float(q_d.sigma().max()) > 0.05
     assert all(torch.allclose(t, first[name], atol=1e-6) for name, t in q_r.mean.items())
@@ -39,6 +42,30 @@ def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any) -> None
     assert torch.allclose(q_d.std["1.weight"].double(), expected.std(0), atol=1e-6)
     assert q_r.metadata["match_on"] == match_on and q_r.metadata["aligned"] is True
     assert q_r.metadata["transpositions"] == [0, *map(tus.transposition_count, permutations)]
+
+
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("in_place", [None, False, True])
+def test_q_d_of_aligned_networks_is_said_to_be_q_r(
+    in_place: bool | None, moves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the permutations are, and by a callback that has aligned the networks before they were stored."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 10))
+    graph, first = tus.discover_symmetries(net, torch.rand(2, 1, 8, 8)), net.state_dict()
+    copy = tus.apply_permutation(graph, tus.random_permutation(graph, generator=generator(1)), first)
+    second = copy if moves else {n: t + 1e-3 for n, t in first.items()}
+    SampleStore.create(tmp_path / "s", architecture="net", method="planted").append([first, second], step=range(2))
+    fitting = FitCompactPosterior(tmp_path / "s", q_r=tmp_path / "q_r", q_d=tmp_path / "q_d")
+    said: list[str] = []
+    monkeypatch.setattr(compact, "rank_zero_info", lambda text, *values: said.append(text % values))
+    model = nn.Module()
+    model.core_models = nn.ModuleList([net, net])
+    rebasins = [Rebasin(lambda _: model.core_models, in_place=bool(in_place), every_n_epochs=99, at_end=False)]
+    epochs(tmp_path, 0, *rebasins[: in_place is not None], fitting).fit(VariationalRoutine(net), datamodule=digits())
+    expected = "is near" if moves else "equals"
+    found = [line for line in said if line.startswith(f"q_d {expected} q_r: ")]
+    assert len(found) == (not moves or in_place is True) == len(said) - 1
+    assert ("Rebasin" in "".join(found)) == (in_place is True)
 
 
 def test_samples_of_the_same_run(tmp_path: Path) -> None:

@@ -119,6 +119,26 @@ def test_in_place_ends_aligned_and_only_logging_changes_nothing() -> None:
     assert watch.history == rebasin.history
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_member_whose_barrier_would_rise_stays(in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted permutations, and planted barriers: the first member's would rise, the second one's fall."""
+    told = {"barrier_before": [0.1, 0.2], "barrier_after": [0.3, 0.0]}
+    monkeypatch.setattr(Rebasin, "_barriers", lambda *_: {key: [*values] for key, values in told.items()})
+    module = ensemble(optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    plant, rebasin = PlantPermutations(), mlp_rebasin(in_place=in_place, barrier_loader="val")
+    fit(module, plant, rebasin, max_epochs=1)
+    first, *others = (member_state(module, i) for i in range(3))
+    planted = [distance(first, apply_permutation(mlp_graph(), plant.planted[i], first)) for i in (1, 2)]
+    (record,) = rebasin.history
+    after = [planted[0], 0.0] if in_place else planted
+    assert [distance(first, other) for other in others] == pytest.approx(after, abs=1e-12)
+    assert record["distance_before"] == pytest.approx(planted)
+    assert record["distance_after"] == pytest.approx(after if in_place else [0.0, 0.0], abs=1e-12)
+    assert record["barrier_after"] == ([0.1, 0.0] if in_place else [0.3, 0.0])
+    counts = [transposition_count(plant.planted[i]) for i in (1, 2)]
+    assert record["NoT"] == [0 if in_place else counts[0], counts[1]] and 0 not in counts
+
+
 class Stop(Callback):
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         trainer.should_stop = trainer.global_step == 8

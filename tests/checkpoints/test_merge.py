@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,12 +56,24 @@ def expected(count: int, **options: Any) -> tus.alignment.Merged:
     return tus.merge(tus.discover_symmetries(model, torch.randn(2, 4)), states(count), model, **options)
 
 
+def test_adapters_are_left_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"{k}" / "adapter_model.safetensors" for k in range(2)]
+    for k, path in enumerate(paths):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(k)
+            get_peft_model(Net(), LoraConfig(target_modules=["0", "3"], r=2)).save_pretrained(path.parent)
+    assert merge(paths, tmp_path / "out.safetensors") == 2
+    assert "adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter" in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out = write(tmp_path, 3), tmp_path / "out" / "merged.safetensors"
     data = ["--data", f"{__name__}.loader", "--correction", "repair"]
     assert merge(paths, out, *data, "--weights", "1", "2", "1") == 0
     printed = capsys.readouterr()
-    assert "statistics corrected" in printed.out + printed.err
+    assert "statistics corrected" in printed.out + printed.err and "stale" not in printed.err
+    assert printed.out.splitlines()[-1] == f"3 networks merged into {out}"
     batches = list(loader())
     found = expected(
         3,
@@ -85,6 +98,12 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
         assert report["barriers"][step] == pytest.approx(found.barriers[step], abs=1e-5)
     text = out.with_name("merged.report.md").read_text()
     assert "averaged as they are" in text and "ensemble of all" in text and all(str(p) in text for p in paths)
+    assert report["model"] == "Normed" and report["correction"] == "repair"
+    assert "Normed, correction: repair; barrier: " in text
+    assert merge(paths, out, "--weights", "1", "0", "1") == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == f"2 of 3 networks merged into {out}"
+    assert "warning: Normed has BatchNorm" in printed.err and "--correction batchnorm" in printed.err
     assert merge(paths, out) == 0  # its own results are replaced
     plain = expected(3).state
     assert all(torch.equal(t, plain[n]) for n, t in tus.load_state(out).items())
@@ -96,6 +115,8 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
     (tmp_path / "other.report.md").write_text("notes")
     torch.save({n: t * torch.nan for n, t in states(1)[0].items()}, tmp_path / "nan.pt")
     torch.save({n: t.double() for n, t in states(1)[0].items()}, tmp_path / "wide.pt")
+    heads = {n: torch.cat([t, t, t[:1]]) if n.startswith("5.") else t for n, t in states(1)[0].items()}
+    torch.save(heads, tmp_path / "many.pt")
     before = tree(tmp_path)
     for given, target, more, message in (
         (paths, out, ["--weights", "1", "x"], "--weights"),
@@ -104,6 +125,7 @@ def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pyt
         (paths[:1], out, [], "at least two"),
         ([tmp_path / "wide.pt", *paths], out, ["--data", f"{__name__}.loader"], "pass --dtype float64"),
         ([*paths, tmp_path / "nan.pt"], out, [], "nan.pt"),
+        ([tmp_path / "many.pt", *paths], out, [], "(option --init num_classes=7)"),
         (paths, tmp_path / "merged.pt", [], "NAME.safetensors"),
         (paths, tmp_path / "mine.safetensors", [], "was not written by this command"),
         (paths, tmp_path / "other.safetensors", [], "was not written by this command"),

@@ -50,7 +50,7 @@ ARCHITECTURES: dict[str, Callable[..., nn.Module]] = {
     "FixUp": FixUpResNet,
 }
 COLUMNS = {"CNN": {"width": 2}, "FixUp": {"width": 2}}
-SIZES = {"train_size": 60, "test_size": 40}
+SIZES = {"train_size": 60, "val_size": 50, "test_size": 40}
 CHOICES = ["tangent_mode/per_group", "map/single"]
 
 
@@ -119,7 +119,14 @@ def test_bands_and_their_report(tmp_path: Path) -> None:
     assert rows["5"]["nll"] == pytest.approx(-float(normal.log_prob(data.test.y.unsqueeze(-1)).mean()))
     text = (tmp_path / "report" / "report.md").read_text()
     assert (tmp_path / "report" / "bands.png").read_bytes().startswith(b"\x89PNG")
-    assert all(f"| {band_title(name)} |" in text and f"{row['nll']:.3f}" in text for name, row in rows.items())
+    shown_rows = rows | found["rivals"]
+    assert all(f"| {band_title(name)} |" in text and f"{row['nll']:.3f}" in text for name, row in shown_rows.items())
+    known, residual = found["rivals"].values()
+    with torch.no_grad():
+        noise = [data.noise**2, float((model(data.train.x)[:, 0] - data.train.y).square().mean())]
+        for rival, variance in zip((known, residual), noise, strict=True):
+            normal = torch.distributions.Normal(model(data.test.x)[:, 0], variance**0.5)
+            assert rival["nll"] == pytest.approx(-float(normal.log_prob(data.test.y).mean()))
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +221,12 @@ def test_rows_equal_a_hand_computation(table: tuple[Path, dict[str, Any]]) -> No
     with torch.no_grad():
         for column, own in (("nll", data.test), ("train_nll", data.train)):
             assert itself[column] == pytest.approx(float(nn.functional.cross_entropy(model(own.x), own.y)), rel=1e-5)
+        logits, classes = model(data.val.x), data.val.y
+        scales = [10 ** (k / 200) for k in range(-200, 201)]
+        best = min(scales, key=lambda s: float(nn.functional.cross_entropy(s * logits, classes)))
+        assert itself["scaled"]["sharpness"] == pytest.approx(best, rel=0.08)  # of a grid in steps of 12 %
+        test = nn.functional.cross_entropy(itself["scaled"]["sharpness"] * model(data.test.x), data.test.y)
+        assert itself["scaled"]["nll"] == pytest.approx(float(test), rel=1e-5)
     graph = discover_symmetries(model, data.train.x[:2])
     for choice in CHOICES:
         row, prior = found["rows"][choice]["CNN"][1], choice.partition("/")[2]
@@ -239,7 +252,10 @@ def test_the_report_shows_them_beside_the_papers(table: tuple[Path, dict[str, An
     rows, networks = results["evidence"]["rows"], results["evidence"]["networks"]
     pairs = zip(rows["tangent_mode/per_group"]["CNN"], networks["CNN"], strict=True)  # on the same networks
     gains = torch.tensor([a["nll"] - b["nll"] for a, b in pairs], dtype=torch.float64)
+    scaled = [run["scaled"] for run in networks["CNN"]]
+    assert f"| network, temperature scaled | {shown(scaled)} |" in text
     changes = text.partition("## What each choice changes after 6 epochs")[2]
+    assert "| calibrated Laplace (θ*, several λ) instead of the scaled network |" in changes
     line = changes.partition("| Laplace (θ*, several λ) instead of the network")[2]
     assert line.split("|")[1].strip(f" {OPEN}") == f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}"
 

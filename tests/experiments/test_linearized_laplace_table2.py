@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "linearized_laplace"
 MODEL = {"num_classes": 10, "width": 2, "blocks": [1, 1], "stem_stride": 4}
-SIZES: dict[str, Any] = {"train_size": 40, "test_size": 20}
+SIZES: dict[str, Any] = {"train_size": 40, "val_size": 20, "test_size": 20}
 TINY = [
     *(f"networks.data.{k}={v}" for k, v in (SIZES | {"batch_size": 10, "orders": 2}).items()),
     "networks.routine.num_members=2", "networks.routine.lr_scheduler.total_steps=16",
@@ -84,7 +84,9 @@ def test_recipes_know_the_papers_rows_and_train_what_they_evaluate(name: str) ->
     assert "augment" not in evaluated and trained["orders"] == routine["num_members"] == 3
     for key in ("dataset", "root", "source", "train_size", "test_size"):
         assert trained.get(key) == evaluated.get(key)
-    batches = -(-trained.get("train_size", 50_000) // trained["batch_size"])  # the schedule ends with the training
+    held_out, taken_in = evaluated["val_size"], trained.get("train_size", 50_000 - trained.get("val_size", 0))
+    assert taken_in + held_out <= 50_000, "the network is scaled on images that it was trained on"
+    batches = -(-taken_in // trained["batch_size"])  # the schedule ends with the training
     assert routine["lr_scheduler"]["init_args"]["total_steps"] == fit["trainer"]["max_epochs"] * batches
 
 
@@ -116,6 +118,10 @@ def test_rows_equal_a_hand_computation(root: Path, table: tuple[Path, dict[str, 
     nll = -p[torch.arange(20), images.test.y].log().mean()
     assert row["nll"] == pytest.approx(float(nll), rel=1e-3)
     assert row["gamma"] == pytest.approx(sum(g.gamma for g in la.report()), rel=1e-3)
+    la.calibrate([(images.data.val.x, images.data.val.y)], num_samples=20)
+    p = la.predictive(images.test.x, num_samples=20)
+    nll = -p[torch.arange(20), images.test.y].log().mean()
+    assert row["calibrated"]["nll"] == pytest.approx(float(nll), rel=1e-3)
     plain = torch.nn.functional.cross_entropy(model(images.test.x), images.test.y)
     assert results["evidence"]["networks"][1]["nll"] == pytest.approx(float(plain.detach()), rel=1e-5)
 
@@ -160,6 +166,11 @@ def test_the_report(table: tuple[Path, dict[str, Any]]) -> None:
         assert f"{shown}{paper.get(key, '')}" in text
         assert all(r["settled"] == (r["moved"] <= 0.1) for r in runs)
         assert key.startswith("full") or all(r["settled"] for r in runs)
+    scaled = [run["scaled"]["nll"] for run in results["evidence"]["networks"]]
+    runs = [run["calibrated"]["nll"] for run in results["evidence"]["rows"]["map/single"]]
+    gains = torch.tensor([a - b for a, b in zip(runs, scaled, strict=True)], dtype=torch.float64)
+    (line,) = [own for own in text.splitlines() if own.startswith("| M(θ~), single λ, calibrated |")]
+    assert f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}" in line and "| network, temperature scaled |" in text
     assert len(results["report"]["tables"]) == 3
 
 

@@ -72,6 +72,8 @@ def test_snapshots_are_measured_at_their_epochs(measured: tuple[Path, nn.Module,
     with torch.no_grad():
         for column, pairs in (("train_nll", data.train), ("val_nll", data.val), ("nll", data.test)):
             assert own[column] == pytest.approx(nll(model(pairs.x).softmax(-1), pairs.y), rel=1e-5)
+        scaled = own["scaled"]["sharpness"] * model(data.test.x)
+        assert own["scaled"]["nll"] == pytest.approx(nll(scaled.softmax(-1), data.test.y), rel=1e-5)
     assert runs[0]["train_nll"] > own["train_nll"], "vacuous: nothing was learned"
 
 

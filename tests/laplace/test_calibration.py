@@ -129,6 +129,16 @@ def test_a_posterior_that_hurts_is_said_once_with_what_to_do() -> None:
     assert "network" in str(found) and "temperature 0" in str(found) and f"{found.network.nll:.4f}" in str(found)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_posterior_that_changes_nothing_does_not_hurt() -> None:
+    la = fit(scale=2.0)
+    x = held_out()[0][0]
+    batches = [(x, la.model(x).argmax(-1))]
+    la.set_precision(1e6)
+    found = la.calibrate(batches)
+    assert 0 < found.evidence.nll - found.network.nll < 1e-4 and not found.hurts
+
+
 def each(la: LinearizedLaplace, x: Tensor, y: Tensor) -> list[list[float]]:
     """The NLLs of every sample's observations, from whatever :meth:`predictive` gives, by hand."""
     p = la.predictive(x)

@@ -28,6 +28,14 @@ def network():
     return randomize(nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)))
 
 
+def test_what_was_fitted_is_printed():
+    model, (x, y) = network(), data(3, outputs=2, kind="regression", samples=7)
+    la = DualLaplace(model, structured=[IsotropicPrior(["0.weight"], name="first")])
+    assert repr(la) == "DualLaplace(of: Sequential, blocks: first, evaluate at: tangent_mode, fitted: not yet)"
+    text = repr(la.fit([(x, y)]))
+    assert "fitted: 18 weights, to 14 measurements of 14 outputs" in text and "noise_variance 1" in text
+
+
 @pytest.mark.parametrize("k", [(3,), (3, 3), (2, 3), (5, 5), (2, 2, 2)])
 def test_pattern_kernels_of_any_grid(k):
     prior = KernelPrior(("w",)).resolve({"w": (2, 3, *k)})

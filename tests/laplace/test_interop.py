@@ -69,19 +69,24 @@ def test_evidence_and_predictive_are_theirs(name: str, kind: str, prior: str) ->
         torch.testing.assert_close(la.predictive(x, link_approx="probit"), expected, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("noise", [None, 0.3])
 @pytest.mark.parametrize("prior", ["single", "per_layer"])
-def test_conversion_to_laplace_torch(prior: str) -> None:
+def test_conversion_to_laplace_torch(prior: str, noise: float | None) -> None:
     model, x, y = problem("cnn", "regression")
-    la = ours(model, x, y, "regression", prior=prior, bias="exact")
+    la = ours(model, x, y, "regression", prior=prior, bias="exact", noise_variance=noise)
     la.optimize_evidence(hyperprior="default")
     other = la.to_laplace_torch()
     assert isinstance(other, laplace.KronLaplace)
-    assert evidence(other) == pytest.approx(la.log_marginal_likelihood(), rel=1e-8)
+    if noise is not None:  # else its noise is that of predictions, and not that of the largest evidence
+        assert evidence(other) == pytest.approx(la.log_marginal_likelihood(), rel=1e-8)
     torch.testing.assert_close(covariances(other, x), la.function_covariance(x)[1], rtol=1e-7, atol=1e-9)
     mean, variance = other(x)[:2]
     torch.testing.assert_close(mean.detach(), la.predictive(x).mean)
     diagonal = variance.diagonal(dim1=-2, dim2=-1).detach()
     torch.testing.assert_close(diagonal, la.predictive(x).epistemic, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        la.predictive(x).variance - diagonal, torch.full_like(diagonal, float(other.sigma_noise) ** 2)
+    )
     before = evidence(other)
     other.load_state_dict(other.state_dict())  # through their dense factors
     assert evidence(other) == pytest.approx(before, rel=1e-9)
@@ -123,3 +128,27 @@ def test_what_has_no_counterpart() -> None:
     other = laplace.Laplace(model, "classification", subset_of_weights="all", hessian_structure="diag")
     with pytest.raises(ValueError, match="DiagLaplace is no fitted KronLaplace"):
         LinearizedLaplace.from_laplace_torch(other)
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_calls_and_samples_are_theirs(kind: str) -> None:
+    """Samples of both, whitened by their precision matrix, are independent and standard normal."""
+    model, x, y = problem("mlp", kind)
+    la = ours(model, x, y, kind)
+    la.set_precision(1.3)
+    other, count = la.to_laplace_torch(), 4000
+    if kind == "classification":
+        torch.testing.assert_close(la(x, link_approx="probit"), other(x, link_approx="probit"))
+    else:
+        mean, covariance = other(x)
+        torch.testing.assert_close(la(x).mean, mean)
+        variance = covariance.diagonal(dim1=-2, dim2=-1) + la.noise_variance
+        torch.testing.assert_close(la(x).variance, variance)
+    states = la.sample(count)
+    own = torch.cat([states[name].flatten(1) for name, _ in model.named_parameters()], dim=1)
+    theirs = other.sample(count, generator=torch.Generator().manual_seed(0))
+    root = torch.linalg.cholesky(other.posterior_precision.to_matrix())
+    for samples in (own, theirs):
+        white = (samples - other.mean) @ root
+        assert float(white.mean(0).abs().max()) < 0.1
+        assert float((white.mT @ white / count - torch.eye(len(root))).abs().max()) < 0.12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,34 @@ def test_function_samples_are_the_tangent_model_at_weight_samples(name: str, cur
     weights = torch.cat(list(la.posterior.draws(5, 3)))
     expected = exact(la, x)[0] + torch.einsum("nci,si->snc", jacobian(la.model, la.tangent.names, x), weights)
     torch.testing.assert_close(la.function_samples(x, 5, seed=3), expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["cnn", "last_layer"])
+def test_sampled_weights_are_those_of_the_sampled_functions(name: str) -> None:
+    """At the temperature of predictions, around the trained weights, of which a part may be certain."""
+    la, x = fitted("cnn", curvature="last_layer") if name == "last_layer" else fitted(name)
+    for temperature in (1.0, 0.25, 0.0):
+        la = LinearizedLaplace.from_fitted(replace(la.fitted, temperature=temperature))
+        states, own = la.sample(5, seed=3), la.model.state_dict()
+        assert states.keys() == own.keys() and all(t.shape == (5, *own[n].shape) for n, t in states.items())
+        changes = torch.cat([(states[n] - own[n]).flatten(1) for n in la.tangent.names], dim=1)
+        expected = exact(la, x)[0] + torch.einsum("nci,si->snc", jacobian(la.model, la.tangent.names, x), changes)
+        torch.testing.assert_close(la.function_samples(x, 5, seed=3), expected, rtol=1e-8, atol=1e-10)
+        assert all(torch.equal(states[n][0], own[n]) for n in own.keys() - set(la.tangent.names))
+        assert torch.equal(la(x, num_samples=7, seed=2), la.predictive(x, num_samples=7, seed=2))
+    with pytest.raises(ValueError, match="at least 1"):
+        la.sample(0)
+
+
+def test_what_was_fitted_is_printed() -> None:
+    la = LinearizedLaplace(mlp(), prior="per_layer", evaluate_at="map")
+    assert repr(la).startswith("LinearizedLaplace(of: Sequential, likelihood: classification, curvature: kfac, prior: ")
+    assert repr(la).endswith("fitted: not yet)")
+    x, y = data(4, outputs=3)
+    la = LinearizedLaplace.from_fitted(replace(la.fit([(x, y)]).fitted, temperature=0.25))
+    count, groups = sum(p.numel() for p in la.model.parameters()), len(la.prior_groups)
+    assert f"fitted: {count} weights in {groups} groups, to {len(x)} samples, temperature: 0.25" in repr(la)
+    assert "\n" not in repr(la) and repr(la) == str(la)
 
 
 def test_samples_are_joint_over_inputs_batches_and_calls() -> None:
@@ -259,7 +288,7 @@ def mixture(kind: Any = "classification") -> tuple[LaplaceMixture, Tensor, Tenso
 
 
 def test_moments_of_a_regression_by_their_definition() -> None:
-    found, x, _ = mixture("regression")
+    found, x, y = mixture("regression")
     means, variances = [], []
     for la in found.members:
         jac = jacobian(la.model, la.tangent.names, x)
@@ -270,7 +299,8 @@ def test_moments_of_a_regression_by_their_definition() -> None:
     torch.testing.assert_close(predictive.mean, mean.mean(0))
     epistemic = second.mean(0) - mean.mean(0) ** 2
     torch.testing.assert_close(predictive.epistemic, epistemic, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(predictive.variance, epistemic + 1.0, rtol=1e-7, atol=1e-9)
+    noise = (torch.stack(means) - y).square().mean()  # of each member's residuals on the data that it was fitted to
+    torch.testing.assert_close(predictive.variance, epistemic + noise, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["classification", "binary"])

@@ -126,3 +126,54 @@ def test_the_epistemic_score_is_that_of_the_evidence_whatever_the_temperature(ki
     torch.testing.assert_close(found, expected)
     la.calibrate([(X[HELD], TARGETS[kind][HELD])])
     torch.testing.assert_close(la.epistemic(inputs, num_samples=50), expected)
+
+
+def stopped_early(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
+    """A network that stopped on its way to a planted curve; 60 points with noise of 0.1 that it saw, and 400 others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = 6 * torch.rand(460, 1, generator=generator, dtype=torch.float64) - 3
+    y = (2 * x).sin() + 0.1 * torch.randn(460, 1, generator=generator, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(1, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        (model(x[:60]) - y[:60]).square().mean().backward()
+        optimizer.step()
+    return model.eval(), x, y
+
+
+@pytest.mark.parametrize("options", [{}, {"evaluate_at": "map", "prior": "single"}, {"curvature": "last_layer"}])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_regression_has_the_noise_of_its_own_mean(options: dict[str, Any], seed: int) -> None:
+    """Residuals of the network, not those of the tangent model's mode; calibrated it is no worse than these alone."""
+    model, x, y = stopped_early(seed)
+    la = LinearizedLaplace(model, "regression", **options).fit([(x[:60], y[:60])])
+    la.optimize_evidence(max_iterations=30)
+    with torch.no_grad():
+        outputs = model(x)
+    noise = (y - outputs)[:60].square().mean()
+    found, alone = la.predictive(x), torch.full_like(y, float(noise))
+    torch.testing.assert_close(found.variance - found.epistemic, alone)
+
+    def judged(variance: Tensor, rows: slice) -> float:
+        return gaussian_nll_loss(outputs[rows], y[rows], variance[rows], full=True).item()
+
+    report = la.calibrate([(x[60:160], y[60:160])], standard_errors=2.0)
+    assert report.network.nll == pytest.approx(judged(alone, slice(60, 160)), rel=1e-6)
+    assert judged(la.predictive(x).variance, slice(160, 460)) < judged(alone, slice(160, 460)) + 0.02
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_planted_noise_is_found_whatever_the_residuals(seed: int) -> None:
+    """The network of the truth, fitted to points on which its residuals are a hundred times too small."""
+    model, x, _ = stopped_early(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        y = model(x) + 0.1 * torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        memorized = model(x[:60]) + 0.001 * torch.randn(60, 1, generator=generator, dtype=torch.float64)
+    la = LinearizedLaplace(model, "regression", evaluate_at="map", prior="single").fit([(x[:60], memorized)])
+    la.optimize_evidence()
+    la.calibrate([(x[60:], y[60:])])
+    assert float(la.predictive(x).variance.mean()) == pytest.approx(0.01, rel=0.2)

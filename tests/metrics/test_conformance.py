@@ -28,12 +28,14 @@ from torchmetrics import Metric, MetricCollection
 import tu_symmetry as tus
 from tu_symmetry import metrics
 from tu_symmetry.metrics.functional import (
+    discrepancy_test,
     network_discrepancy,
     pairwise_mutual_information,
     predictive_agreement,
     predictive_total_variation,
     representation_costs,
 )
+from tu_symmetry.states import unstack
 
 Batch = dict[str, Any]
 KEPT: dict[str, Callable[[Any], Any]] = {  # how metrics are copied and kept
@@ -146,6 +148,23 @@ def test_values_are_those_of_the_functions() -> None:
     }
     for name, value in expected.items():
         assert numbers(cases()[name].filled().compute()) == close(value, 1e-7), name
+
+
+def test_lists_of_states_are_stacks() -> None:
+    for name in ("MaximumMeanDiscrepancy", "MaximumMeanDiscrepancy graph", "MarginalHomogeneity", "RepresentationCost"):
+        case = cases()[name]
+        stacked, listed = case.filled(), case.filled(())
+        for batch in case.batches:
+            listed.update(**(batch | {"states": unstack(batch["states"])}))
+        assert numbers(listed.compute()) == close(stacked.compute()), name
+    x, y = ({n: t.clone() for n, t in b["states"].items()} for b in cases()["MaximumMeanDiscrepancy"].batches[:2])
+    lists = unstack(x), unstack(y)
+    assert float(network_discrepancy(*lists)) == pytest.approx(float(network_discrepancy(x, y)))
+    one, two = (
+        discrepancy_test(*pair, permutations=9, bootstraps=0, generator=torch.Generator().manual_seed(0))
+        for pair in ((x, y), lists)
+    )
+    assert one.p_value == two.p_value and one.value == pytest.approx(two.value)
 
 
 @pytest.mark.parametrize("way", KEPT)

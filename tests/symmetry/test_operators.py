@@ -194,6 +194,11 @@ row("vstack", lambda m, x: m.c(torch.vstack([hidden(m, x), relu(m.a(x + 1))])), 
 row("kron", lambda m, x: m.c(torch.kron(relu(m.a(x[0])), relu(m.b(x[0])))), [4, 2], 6, a=(5, 4), b=(5, 2))
 row("rot90, a quarter", lambda m, x: m.c(torch.rot90(hidden(m, x), 1, (0, 1))), [], 0, c=(3, 3))
 row("flipped and as it is", lambda m, x: m.c(hidden(m, x).flip(-1) + hidden(m, x)), [4], 4)
+row("beside a constant for each sample", lambda m, x: m.c(torch.cat([hidden(m, x), x.new_ones(len(x), 4)], 1)),
+    [8, 4], 8, c=(12, 3))  # fmt: skip
+row("stacked with a constant for each sample",
+    lambda m, x: m.c(torch.stack([hidden(m, x), x.new_ones(len(x), 8)], 1).flatten(1)), [8], 8,
+    c=(16, 3))  # fmt: skip
 row("rolled", lambda m, x: m.c(hidden(m, x).roll(1, -1)), [8], 8)
 row("complex parts", lambda m, x: m.c(torch.complex(m.a(x), m.b(x)).abs()), [8], 8, b=(5, 8))
 row("polar", lambda m, x: m.c(torch.polar(hidden(m, x), m.b(x)).real), [8], 8, b=(5, 8))

@@ -83,6 +83,16 @@ def test_the_page_parses_and_holds_every_group_tensor_and_pin(
 
 
 @pytest.mark.parametrize("build", [encoder, tiny])
+def test_a_notebook_shows_the_drawing_alone(build: Callable[[], SymmetryGraph]) -> None:
+    """The page's own, with rules for nothing outside it."""
+    text, page = build()._repr_html_(), build().to_html()
+    (picture,) = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    assert picture in text and not re.search(r"<(html|body|table|script)", text)
+    rules = re.findall(r"<style>(.*?)</style>", text, flags=re.DOTALL)[0].strip().splitlines()
+    assert len(rules) > 5 and all(rule.startswith(".network") for rule in rules)
+
+
+@pytest.mark.parametrize("build", [encoder, tiny])
 def test_every_group_has_a_lane_that_no_other_crosses(build: Callable[[], SymmetryGraph]) -> None:
     graph = build()
     text = graph.to_html()

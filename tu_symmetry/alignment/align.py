@@ -71,6 +71,9 @@ def align(
 
     The aligned states compute the same functions as the given ones.
 
+    Law: matched by weights, no network ends farther from ``first``, ``medoid`` or a given state than it was, and of
+    ``mean`` and ``universe`` the squared distances of all pairs do not add up to more (up to rounding).
+
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         states: at least two networks: a sequence of state dicts, a stack with a leading sample axis, a LightningModule

@@ -1,6 +1,6 @@
 """What networks are aligned to: one of them, a given one, their medoid, their running mean, or their universe.
 
-Networks are read when their turn comes, and only the sum of them is kept. A permutation of all networks alike changes
+Networks are read when their turn comes, and only sums of them are kept. A permutation of all networks alike changes
 no distance: the one is chosen that leaves the first network as it is.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tu_symmetry.alignment.matching import Matching, weight_matching
+from tu_symmetry.alignment.matching import Matching, inner_product, weight_matching
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
@@ -98,12 +98,13 @@ def _consensus(
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
-    C2M3, eq. 5): each network descends from the permutation that it has, so the sum never decreases. Without sweeps it
-    is the mean.
+    C2M3, eq. 5): each network descends from the permutation that it has, so the sum never decreases. They begin at the
+    networks as they are where these lie closer together. Without sweeps it is the mean.
     """
     count = len(networks)
     like: State = {}
     total: dict[str, Tensor] = {}  # of floating-point tensors, in float64
+    unmoved: dict[str, Tensor] = {}  # the same of the networks as they are
     held: list[Permutation] = []
     sweep, moved = 0, True
 
@@ -115,13 +116,13 @@ def _consensus(
                 mean[name] = (sums / others).to(torch.promote_types(tensor.dtype, torch.float32))
         return mean
 
-    def enter(state: State, permutation: Permutation, own: Mapping[str, Tensor]) -> None:
-        for name, tensor in permute_tensors(graph, permutation, state).items():
+    def enter(sums: dict[str, Tensor], state: State, own: Mapping[str, Tensor]) -> None:
+        for name, tensor in state.items():
             if tensor.is_floating_point():
                 change = tensor.double() - own[name] if own else tensor.double()
-                total[name] = total[name] + change.to(total[name].device) if name in total else change
+                sums[name] = sums[name] + change.to(sums[name].device) if name in sums else change
             else:
-                total.setdefault(name, tensor)
+                sums.setdefault(name, tensor)
 
     def improve(k: int) -> bool:
         """One step of a sweep; whether it has moved the network."""
@@ -132,7 +133,7 @@ def _consensus(
         if all(torch.equal(p, held[k][name]) for name, p in now.items()):
             return False
         held[k] = now
-        enter(state, now, own)
+        enter(total, permute_tensors(graph, now, state), own)
         return True
 
     for k in range(count):
@@ -140,9 +141,12 @@ def _consensus(
         like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
         others = mean_of_others(state, {}, k) if k else {}
         held.append(match(others, state).permutation if k else identity_permutation(graph))
-        enter(state, held[k], {})
+        enter(total, permute_tensors(graph, held[k], state), {})
+        enter(unmoved, state, {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
+    if inner_product(graph, unmoved, unmoved) > (1 + 1e-9) * inner_product(graph, total, total):
+        total, held = unmoved, [identity_permutation(graph)] * count
     while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
         for k in range(count):

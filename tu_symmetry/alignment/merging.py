@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -22,7 +23,7 @@ from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
 from tu_symmetry.alignment.networks import Network, Networks, StateSource
-from tu_symmetry.alignment.repair import Correction, correct
+from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, load_state, read_state, require_alike
@@ -37,6 +38,10 @@ Scores = dict[str, float]
 Kept = MutableMapping[str, Any]
 _HALF = (torch.float16, torch.bfloat16)
 _PIECE = 2**18  # entries that are worked on at a time
+
+
+class StaleStatisticsWarning(UserWarning):
+    """A merged network normalizes by averages of the statistics that its networks had apart."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,6 +145,9 @@ def merge(
         ValueError: fewer than two networks, weights that do not fit, a correction without data, a network without the
             statistics to be corrected; a network whose loss is NaN, or statistics that are NaN or infinite (the message
             names the batch).
+
+    Warns:
+        StaleStatisticsWarning: the network has BatchNorm, and nothing corrects the statistics.
     """
     networks = StateSource(states)
     if len(networks) < 2:
@@ -197,8 +205,23 @@ def merge(
         state = correct(model, aligned.only(chosen), [shares[k] for k in chosen], state, data, correction)
         if functions:
             scores["corrected"] = measure(model, state, held, functions)
+<<<<<<< HEAD
     ensemble = kept.get("scores/ensemble", {})
     return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified, ensemble)
+=======
+    elif len(chosen) > 1 and batchnorm_layers(model):
+        warnings.warn(
+            f"{type(model).__name__} has BatchNorm, whose running statistics are stale: averages of those of "
+            f"{len(chosen)} networks, not its own. Pass correction='batchnorm' and a dataloader of training inputs "
+            "(tu-symmetry merge ... --data NAME --correction batchnorm)",
+            StaleStatisticsWarning,
+            stacklevel=3,
+        )
+    proof = certificates, uncertified
+    return Merged(
+        state, shares, permutations, counts, correction, members, scores, *proof, kept.get("scores/ensemble", {})
+    )
+>>>>>>> main
 
 
 class _Ensemble:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.utils.data import DataLoader, Dataset
 
 from tu_symmetry.callbacks.held_out import validation_loader, why_not_held_out
 from tu_symmetry.callbacks.members import (
@@ -18,7 +19,9 @@ from tu_symmetry.callbacks.members import (
     require_whole_weights,
     trained_networks,
 )
+from tu_symmetry.callbacks.rebasin import Rebasin
 from tu_symmetry.callbacks.training_data import plain_training_loader
+from tu_symmetry.laplace.inputs import inputs_and_targets
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.posterior.samples import SampleStore
@@ -43,6 +46,7 @@ class FitCompactPosterior(Callback):
         q_d: file for the posterior of the networks as they are.
         num_samples: number of stored samples that are used, evenly spaced; None for all.
         match_on: match units by ``weights``, or by ``activations`` on the training data.
+        train_data: the training data as the networks see them when they predict; None for the trainer's.
     """
 
     def __init__(
@@ -53,13 +57,14 @@ class FitCompactPosterior(Callback):
         q_d: str | Path,
         num_samples: int | None = None,
         match_on: Literal["weights", "activations"] = "weights",
+        train_data: DataLoader[Any] | Dataset[Any] | None = None,
     ) -> None:
         super().__init__()
         if match_on not in ("weights", "activations"):
             raise ValueError(f"match_on must be 'weights' or 'activations', got {match_on!r}")
         require_numbers(num_samples=num_samples)
         self.samples, self.q_r, self.q_d = Path(samples), Path(q_r), Path(q_d)
-        self.num_samples, self.match_on = num_samples, match_on
+        self.num_samples, self.match_on, self.train_data = num_samples, match_on, train_data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check what would fail at the end."""
@@ -81,7 +86,7 @@ class FitCompactPosterior(Callback):
         if not 2 <= count <= len(store):
             raise ValueError(f"{self.samples} holds {len(store)} samples, {count} are wanted; at least two are needed")
         states = [{n: t.to(pl_module.device) for n, t in store[i].items()} for i in evenly(len(store), count)]
-        loader = plain_training_loader(trainer, pl_module)
+        loader = plain_training_loader(trainer, pl_module, self.train_data)
         dtype = next(copied.parameters()).dtype
         example = tuple(as_input(x, dtype) for x in example_from(next(iter(loader))))
         graph = discover_symmetries(copied.cpu(), example)
@@ -97,7 +102,10 @@ class FitCompactPosterior(Callback):
             "NoT": sum(moved) / len(moved),
         }
         held_out = validation_loader(trainer)
-        if why := why_not_held_out(held_out, loader, trainer):
+        why = why_not_held_out(held_out, loader, trainer)
+        if held_out is not None and inputs_and_targets(next(iter(held_out)))[1].is_floating_point():
+            why = "the targets of the validation data are no classes"
+        if why:
             rank_zero_info("q_d and q_r are not measured beside one network: %s", why)
         for name, q, path in (("q_d", q_d, self.q_d), ("q_r", q_r, self.q_r)):
             q.save(path)
@@ -111,5 +119,10 @@ class FitCompactPosterior(Callback):
         rank_zero_info(
             "compact posterior of %d networks: %s", len(states), ", ".join(f"{n} {v:.4g}" for n, v in found.items())
         )
+        ordered = any(isinstance(c, Rebasin) and c.in_place for c in trainer.callbacks)  # type: ignore[attr-defined]
+        if ordered or not any(moved):
+            why = "Rebasin(in_place=True) has aligned the networks" if ordered else "the networks were aligned"
+            equal = "is near" if any(moved) else "equals"
+            rank_zero_info(f"q_d {equal} q_r: {why} before they were stored, so that q_d is not of networks as trained")
         for logger in trainer.loggers:
             logger.log_metrics({f"compact/{name}": value for name, value in found.items()}, step=trainer.global_step)

@@ -39,6 +39,7 @@ from tu_symmetry.callbacks.laplace_choice import (
     describe,
     duration,
     parse_budget,
+    relieved,
     seconds_of,
 )
 from tu_symmetry.callbacks.laplace_users import (
@@ -133,7 +134,7 @@ class FitLaplace(Callback):
 
     Attributes:
         laplaces, evidence_results, calibrations, files: what was found and written, one for each network.
-        fits: all that were fitted to each network, to choose from.
+        fits: all that were fitted to each network, to choose from; with an approximation those that may be used yet.
         training_seconds: how long the training took; None where there was none.
         laplace, evidence_result, calibration: the only one of these, or None.
     """
@@ -307,6 +308,7 @@ class FitLaplace(Callback):
         if not self._decided:
             for fits, fit in zip(self.fits, chosen, strict=True):
                 rank_zero_info(describe(fits, fit, self.standard_errors))
+        self.fits = [relieved(fits, fit) for fits, fit in zip(self.fits, chosen, strict=True)]
         say(self.laplaces, self.evidence_results if self.max_iterations == "auto" else [], self.calibrations)
 
     def _keep(self, trainer: Trainer, pl_module: LightningModule, chosen: Sequence[Fit]) -> None:
@@ -372,6 +374,7 @@ class FitLaplace(Callback):
         fits: list[Fit] = []
         without = self._chosen_on is None or trainer.world_size > 1
         weights: FittedLaplace | None = None  # KFAC there, with which the joint optimum begins
+        before: LinearizedLaplace | None = None  # which has discovered the symmetries
         for name, method in self._methods().items():
             first = not any(fit.laplace for fit in fits)
             own = Clock(None) if first else Clock(clock.left)
@@ -379,6 +382,8 @@ class FitLaplace(Callback):
                 break
             try:
                 laplace = self._approximation(network, pl_module, method)
+                laplace.graph = laplace.graph if before is None else before.graph
+                before = laplace
                 if weights is not None and name == JOINT:
                     own.require(_LEAST * _DIRECTION * fits[-1].seconds)
                     laplace = LinearizedLaplace.from_fitted(weights.begun_at("tangent_mode"), training)

@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tu_symmetry.laplace.linearized import LinearizedLaplace
@@ -101,7 +101,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Fit:
-    """One method's result for one network, or why there is none."""
+    """One method's result for one network, or why there is none; without the approximation once others are used."""
 
     name: str
     seconds: float
@@ -114,6 +114,12 @@ class Fit:
 def cheapest(fits: Sequence[Fit]) -> Fit:
     """The first that could be fitted."""
     return next(fit for fit in fits if fit.laplace is not None)
+
+
+def relieved(fits: Sequence[Fit], chosen: Fit) -> list[Fit]:
+    """The same without approximations that are neither the chosen one nor the cheapest, which take memory."""
+    kept = (chosen, cheapest(fits))
+    return [fit if any(fit is one for one in kept) else replace(fit, laplace=None) for fit in fits]
 
 
 def choose(fits: Sequence[Fit], standard_errors: float) -> Fit:

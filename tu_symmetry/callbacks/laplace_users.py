@@ -20,6 +20,7 @@ from tu_symmetry.laplace.likelihood import (
 )
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import Calibration, EvidenceResult
+from tu_symmetry.modules import is_dropout_sampler, uncompiled
 
 _SHOWN = 12  # groups that the printed summary names
 
@@ -43,12 +44,12 @@ def find_networks(pl_module: LightningModule, source: ModuleSource | None) -> li
 
 def _within(module: nn.Module, pl_module: LightningModule) -> list[nn.Module]:
     """The single networks in a module: members of an ensemble, cores of what predicts with an approximation."""
-    module = getattr(module, "_orig_mod", module)
+    module = uncompiled(module)
     members = getattr(module, "core_models", None)
     if isinstance(members, nn.ModuleList) and len(members):
         return [network for member in members for network in _within(member, pl_module)]
     core = getattr(module, "core_model", None)
-    if isinstance(module, LaplaceUser) and isinstance(core, nn.Module):
+    if isinstance(core, nn.Module) and (isinstance(module, LaplaceUser) or is_dropout_sampler(module)):
         return _within(core, pl_module)
     inner = [n for n in ("core_model", "ema_model", "swa_model") if isinstance(getattr(module, n, None), nn.Module)]
     if inner:

@@ -17,7 +17,7 @@ from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.members import ModuleSource, copy_of, detached_state
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.action import apply_permutation
-from tu_symmetry.symmetry.elements import Permutation
+from tu_symmetry.symmetry.elements import Permutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.in_place import permute_in_place
 
@@ -39,7 +39,8 @@ class Rebasin(SymmetryCallback):
 
     With ``in_place=True`` the members' hidden units are permuted where they are, together with their gradients, the
     optimizers' state and running averages of the weights. The function and the training trajectory stay the same, up
-    to the order of floating-point sums, and with dropout on hidden units in distribution. Under data parallelism rank
+    to the order of floating-point sums, and with dropout on hidden units in distribution. With a ``barrier_loader`` a
+    member whose barrier would rise stays as it is: a shorter distance is no lower barrier. Under data parallelism rank
     0 aligns, and barriers come from the mean over the ranks' shares of the loader.
 
     Args:
@@ -106,6 +107,7 @@ class Rebasin(SymmetryCallback):
             if self.barrier_loader is not None:
                 record |= self._barriers(trainer, pl_module, graph, members[0], states)
             if self.in_place:
+                self._leave(record, identity_permutation(graph))
                 for i, permutation in self.permutations.items():
                     permute_in_place(graph, permutation, members[i], **self.followers(trainer, pl_module, members[i]))
         self.history.append(record)
@@ -127,6 +129,16 @@ class Rebasin(SymmetryCallback):
         if alignment.certificates:
             record["output_change"] = [certificate.change for certificate in alignment.certificates]
         return [{n: t.cpu() for n, t in p.items()} for p in alignment.permutations], record
+
+    def _leave(self, record: dict[str, Any], identity: Permutation) -> None:
+        """Leave the members as they are whose barriers would rise."""
+        barriers = zip(record.get("barrier_before", ()), record.get("barrier_after", ()), strict=True)
+        for i in [i for i, (before, after) in enumerate(barriers) if after > before]:
+            self.permutations[i + 1] = identity
+            for key in ("distance", "barrier"):
+                record[f"{key}_after"][i] = record[f"{key}_before"][i]
+            for key in {"NoT", "output_change"} & record.keys():
+                record[key][i] = 0
 
     def _barriers(
         self,

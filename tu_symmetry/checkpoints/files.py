@@ -93,8 +93,15 @@ def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
     try:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
-        found = _prefix_of(graph, state)
-        raise FileError(f"{error}{f' (option --prefix {found})' if found else ''}") from error
+        if (path.parent / "adapter_config.json").exists() or any(name.endswith(".lora_A.weight") for name in state):
+            raise FileError(
+                f"{path} holds adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter(...)"
+            ) from error
+        prefix, classes = _prefix_of(graph, state), _classes_of(graph, state)
+        hint = f" (option --prefix {prefix})" if prefix else ""
+        if classes:
+            hint = f"; its last layer has another number of classes (option --init num_classes={classes})"
+        raise FileError(f"{error}{hint}") from error
     if stacked:
         raise FileError(f"{path} holds a stack of networks (extra leading axes), not one; split it into files")
     return state
@@ -107,6 +114,16 @@ def _prefix_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> str:
         if all(candidate + name in state for name in names):
             return candidate
     return ""
+
+
+def _classes_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> int:
+    """The outputs of a state's last layer, where their number is all that differs from the architecture; else 0."""
+    wanted = {alias: graph.shapes[key] for key, aliases in graph.aliases.items() for alias in aliases}
+    differing = {n: tuple(state[n].shape) for n in wanted if n in state and tuple(state[n].shape) != wanted[n]}
+    same = all(shape and shape[1:] == wanted[n][1:] for n, shape in differing.items())
+    layers = {name.rpartition(".")[0] for name in differing}
+    last = [*wanted][-1].rpartition(".")[0] if wanted else ""
+    return next(iter(differing.values()))[0] if same and state.keys() == wanted.keys() and layers == {last} else 0
 
 
 def check_checkpoints(graph: SymmetryGraph, paths: Sequence[Path], prefix: str, track: Track) -> list[Checkpoint]:

@@ -121,10 +121,12 @@ def merge_files(
             resume=kept,
             progress=lambda at: tracker.update(at["done"], what=at["step"]),
         )
-        report = _report(merged, files, reference, data, loss)
+        report = {"model": graph.architecture, **_report(merged, files, reference, data, loss)}
         write_owned(out, merged.state, {"merged": report})
         write_json(reports[1], {"what": MARK, **report})
-        write_text(reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files]).markdown()}\n")
+        write_text(
+            reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files], graph.architecture).markdown()}\n"
+        )
     return merged
 
 
@@ -213,8 +215,8 @@ def _check_precision(model: nn.Module, state: State, path: Path) -> None:
         raise FileError(f"{path} holds {names}, and the network and its data are {own}: pass --dtype {names}")
 
 
-def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
-    """A row for each network and for each step: weight, NoT, scores."""
+def merge_grid(merged: Merged, names: Sequence[Path], model: str) -> Grid:
+    """A row for each network and for each step: weight, NoT, scores; the caption says of what network."""
     keys = list(merged.members[0]) if merged.members else []
     header = ["", "weight", "NoT", *keys, *(["barrier"] if keys else [])]
     rows = []
@@ -226,9 +228,7 @@ def merge_grid(merged: Merged, names: Sequence[Path]) -> Grid:
     for step, found in merged.scores.items():
         scores = [f"{found[key]:.4f}" for key in keys]
         rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
-    caption = (
-        "barrier: by how much the loss exceeds the weighted mean of the networks' own; " + merged.verdict
-        if keys
-        else ""
-    )
-    return Grid("Merged network", header, rows, caption)
+    said = f"{model}, correction: {merged.correction}"
+    if keys:
+        said += f"; barrier: by how much the loss exceeds the weighted mean of the networks' own; {merged.verdict}"
+    return Grid("Merged network", header, rows, said)

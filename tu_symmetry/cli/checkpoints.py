@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -183,21 +184,25 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         weights, reference, data = _shares(arguments.weights), _reference(arguments.reference), None
         if arguments.data:
             data = load_data(arguments.data, arguments.data_init, arguments.num_samples, architecture.dtype)
-        merged = merge_files(
-            architecture.discover(Console(stderr=True)),
-            checkpoints,
-            Path(arguments.out),
-            architecture.build(),
-            data=data,
-            loss=arguments.loss,
-            weights=weights,
-            correction=arguments.correction,
-            reference=reference,
-            prefix=arguments.prefix,
-            track=display.track,
-        )
-        merge_grid(merged, checkpoints).print(display.console)
-        print(f"{len(checkpoints)} networks merged into {arguments.out}")
+        with warnings.catch_warnings(record=True) as said:
+            merged = merge_files(
+                architecture.discover(Console(stderr=True)),
+                checkpoints,
+                Path(arguments.out),
+                architecture.build(),
+                data=data,
+                loss=arguments.loss,
+                weights=weights,
+                correction=arguments.correction,
+                reference=reference,
+                prefix=arguments.prefix,
+                track=display.track,
+            )
+        merge_grid(merged, checkpoints, arguments.model).print(display.console)
+        for warning in said:
+            print(f"warning: {warning.message}", file=sys.stderr)
+        used, count = sum(share > 0 for share in merged.weights), len(checkpoints)
+        print(f"{count if used == count else f'{used} of {count}'} networks merged into {arguments.out}")
         return 0
 
     return run

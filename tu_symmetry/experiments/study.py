@@ -51,6 +51,11 @@ class Images:
         sizes = {"training": len(self.train.x), "test": len(self.test.x)}
         return sizes if self.other is None else sizes | {"out-of-distribution": len(self.other)}
 
+    @property
+    def all_sizes(self) -> dict[str, int]:
+        """The same with the validation images."""
+        return self.sizes | {"validation": len(self.data.val.x)}
+
     def digest(self) -> str:
         """A digest of all images and classes."""
         other = () if self.other is None else (self.other,)

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tu_symmetry.laplace.data import all_reduce, batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
-from tu_symmetry.laplace.function_posterior import tempered_predictives
-from tu_symmetry.laplace.tangent import evaluating
+from tu_symmetry.laplace.function_posterior import outputs_and_predictives
 
 SHARPNESSES = (1.0, *(10 ** (i / 20) for i in range(-20, 21) if i))  # 1, and 0.1 to 10
+LOUDER = tuple(10 ** (i / 20) for i in range(-80, -20))  # of a regression, whose residuals may be next to nothing
 TEMPERATURES = (0.0, *(10 ** (i / 4) for i in range(-24, 9)))  # 0, and 1e-6 to 100 in quarters of a decade
 
 
@@ -83,9 +83,9 @@ def judge(
     observations: list[Tensor] = []
     with together(device):
         for inputs, targets in batches(loader, device):
-            with evaluating(fitted.model):
-                observed = likelihood.observed(fitted.tangent.outputs(inputs), targets)
-            found, count = tempered_predictives(fitted, inputs, candidates, **options), len(observed)
+            outputs, found = outputs_and_predictives(fitted, inputs, candidates, **options)
+            observed = likelihood.observed(outputs, targets)
+            count = len(observed)
             nll.append(torch.stack([likelihood.nll(p, observed).reshape(count, -1).sum(1) for p in found]))
             observations.append(likelihood.present(observed).reshape(count, -1).sum(1).double())
     return Judged(torch.cat(nll, 1), torch.cat(observations))

@@ -28,10 +28,10 @@ def require_module(model: Any) -> None:
         reason = f"the model is a {type(model).__name__}, and no torch.nn.Module"
     elif isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         reason = f"{type(model).__name__} copies the network in every call: pass model.module"
-    elif isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
-        reason = "the weights of a compiled module (TorchScript, torch.compile) cannot vary: pass the original module"
+    elif isinstance(model, torch.jit.ScriptModule):
+        reason = "the weights of a TorchScript module cannot vary: pass the original module"
     else:
-        reason = uncopyable(model)
+        reason = uncopyable(model, compiled=True)
     if reason:
         raise TypeError(f"linearized Laplace calls the network with other weights; {reason}")
 
@@ -191,9 +191,8 @@ def _recovered(
 
     with watching(tangent.model, layers, enter, once=False) as watch:
         count = batch_size(inputs)
-        if count > 1:  # another axis that happens to be as long as the batch is not as long as this one
-            some = min(2, count - 1)
-            watch.forward(rows_of(inputs, slice(0, some)), some)
+        some = min(2, count - 1) or 2  # another axis that happens to be as long as the batch is not as long as this one
+        watch.forward(rows_of(inputs, torch.arange(some) % count), some)
         watched = tangent.checked(watch.forward(inputs, count), count)
         if _far(tangent.model, watched, outputs):
             raise UnsupportedLayerError(

@@ -124,10 +124,19 @@ class FittedLaplace:
         """Whether observations have a noise variance that the evidence finds."""
         return self.likelihood.noisy
 
+    @property
+    def predictive_noise(self) -> float:
+        """The noise variance of predictions, around the network's outputs: the given one, or that of its residuals.
+
+        The evidence's belongs to the tangent model's mode, and to as many directions as the curvature makes of them.
+        """
+        residual = 2 * self.summary.loss / (self.summary.samples * self.summary.outputs)
+        return self.noise_variance if self.noise_fixed or not self.noisy or residual == 0 else residual
+
     @cached_property
     def posterior(self) -> Posterior:
-        """The Gaussian over the weights (its mean is the linearization point)."""
-        return Posterior(self.curvature.blocks, self.log_precision, self.noise_variance)
+        """The Gaussian over the weights that predictions are made with (its mean is the linearization point)."""
+        return Posterior(self.curvature.blocks, self.log_precision, self.predictive_noise)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...] | None:

@@ -310,6 +310,13 @@ def in_own_shape(fitted: FittedLaplace, inputs: Any, found: Any) -> Any:
 
 
 def tempered_predictives(
+    fitted: FittedLaplace, inputs: Any, candidates: Sequence[tuple[float, float]], **options: Any
+) -> list[Any]:
+    """The predictive of one batch at several temperatures and sharpnesses, from the same covariances or samples."""
+    return outputs_and_predictives(fitted, inputs, candidates, **options)[1]
+
+
+def outputs_and_predictives(
     fitted: FittedLaplace,
     inputs: Any,
     candidates: Sequence[tuple[float, float]],
@@ -318,8 +325,8 @@ def tempered_predictives(
     link_approx: LinkApprox,
     covariance: Covariance,
     seed: int,
-) -> list[Any]:
-    """The predictive of one batch at several temperatures and sharpnesses, from the same covariances or samples."""
+) -> tuple[Tensor, list[Any]]:
+    """The network's outputs beside :func:`tempered_predictives`."""
     likelihood = fitted.likelihood
     deviations: Tensor | None = None
     sampled = not likelihood.noisy and link_approx == "mc"
@@ -339,7 +346,7 @@ def tempered_predictives(
         mean, changes = function_samples(fitted, inputs, num_samples, seed)
         variance = changes.square().mean(0)
         deviations = changes if sampled else None
-    return [
-        likelihood.predict(mean, variance, deviations, temperature=t, sharpness=s, noise=fitted.noise_variance)
-        for t, s in candidates
+    noise = fitted.predictive_noise
+    return mean, [
+        likelihood.predict(mean, variance, deviations, temperature=t, sharpness=s, noise=noise) for t, s in candidates
     ]

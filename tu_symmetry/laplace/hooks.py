@@ -33,7 +33,8 @@ class Watch:
         self.running = False  # only the forward pass itself is watched, and no module that is run again later
         self.leaves: list[Tensor] = []
         self.seen: set[str] = set()
-        self.repeated: set[str] = set()  # layers that were called again
+        self.repeated: set[str] = set()  # layers that were called again, or on what all samples share
+        self.lengths: dict[str, tuple[int, torch.Size]] = {}  # batch and shape of the first input of each layer
         self.batch = -1
         self.outputs = 0  # entries of all layers' outputs in the last pass
 
@@ -89,7 +90,14 @@ class Watch:
                 )
             return output
         self.seen.add(layer.name)
-        if output.ndim < 1 or len(output) != self.batch or len(inputs) != self.batch:
+        batch, shape = self.lengths.setdefault(layer.name, (self.batch, inputs.shape))
+        if batch != self.batch and shape == inputs.shape and not self.once:  # numbers of positions, for example
+            self.repeated.add(layer.name)
+            return output
+        leads = all(t.ndim > 0 and len(t) == self.batch for t in (inputs, output)) and shape[:1] == (batch,)
+        if not leads and batch == self.batch and not self.once:
+            return output  # a batch of another size will tell
+        if not leads:
             raise UnsupportedLayerError(
                 f"the module {layer.path!r} sees an input of shape {tuple(inputs.shape)} in a batch of {self.batch} "
                 f"samples: the first axis has to be the batch. Build the model batch-first, {_INSTEAD}"
@@ -115,7 +123,8 @@ def watching(
 ) -> Iterator[Watch]:
     """Hooks on the layers of a model in evaluation mode.
 
-    With ``once`` a layer that is called again is refused; else its later calls are left out of account.
+    With ``once`` a layer that is called again is refused; else its later calls are left out of account, and passes of
+    two sizes of batches have to come, which tell layers whose inputs all samples share.
     """
     modules, watch = dict(model.named_modules()), Watch(model, layers, on_input, once)
     attentions: dict[str, list[AttentionProjection]] = {}

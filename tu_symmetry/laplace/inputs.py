@@ -68,7 +68,11 @@ def batch_size(inputs: Any) -> int:
     found = tensors_in(inputs)
     if not found or any(t.ndim == 0 or len(t) != len(found[0]) for t in found):
         shapes = ", ".join(str(tuple(t.shape)) for t in found)
-        raise ValueError(f"the network's inputs have shapes {shapes or 'of none'}; the first axis of each is the batch")
+        raise ValueError(
+            f"the network's inputs have shapes {shapes or 'of none'}; the first axis of each is the batch. What all "
+            "samples share, such as the edges of a graph, belongs into a module as a buffer; a graph is a sample then, "
+            "with features [graphs, nodes, features] and targets [graphs, nodes]"
+        )
     return len(found[0])
 
 

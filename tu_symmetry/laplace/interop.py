@@ -24,9 +24,9 @@ _THEIRS = ("classification", "regression")
 
 
 def to_laplace_torch(fitted: FittedLaplace) -> Any:
-    """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and noise.
+    """A fitted approximation as laplace-torch's ``KronLaplace`` at the same network, precisions and predictive noise.
 
-    Its evidence is that at the linearization point: laplace-torch has no ``theta*``.
+    Its evidence is that at the linearization point and at this noise: laplace-torch has no ``theta*``.
     """
     from laplace.baselaplace import KronLaplace
     from laplace.utils.matrix import Kron, KronDecomposed
@@ -66,7 +66,7 @@ def to_laplace_torch(fitted: FittedLaplace) -> Any:
     other = KronLaplace(
         fitted.model,
         likelihood.name,
-        sigma_noise=math.sqrt(fitted.noise_variance),
+        sigma_noise=math.sqrt(fitted.predictive_noise),
         prior_precision=float(precision[0]) if single else precision[of].to(fitted.tangent.point()),
     )
     other.H = KronDecomposed(vectors, values)
@@ -103,15 +103,17 @@ def from_laplace_torch(other: Any, *, evaluate_at: EvaluateAt = "map") -> Fitted
             factors = (basis[1], values[1], basis[0], values[0])
             blocks.append(KroneckerBlock(name, slot.start, number, *(t.unsqueeze(0) for t in factors)))
     summary = Summary(int(other.n_data), float(other.loss), int(other.n_outputs))
+    likelihood = make_likelihood(str(getattr(other.likelihood, "value", other.likelihood)))
     return FittedLaplace.begin(
         tangent,
-        make_likelihood(str(getattr(other.likelihood, "value", other.likelihood))),
+        likelihood,
         Options(bias="shared"),
         FittedCurvature(tuple(blocks), summary, groups),
         prior="single" if shared else "per_tensor",
         evaluate_at=evaluate_at,
         log_precision=precision.log(),
         noise_variance=float(other.sigma_noise) ** 2,
+        noise_fixed=likelihood.noisy,
     )
 
 

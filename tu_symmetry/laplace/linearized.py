@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.laplace import function_posterior, interop, storage
 from tu_symmetry.laplace.blocks import Posterior
-from tu_symmetry.laplace.calibration import SHARPNESSES, TEMPERATURES, judge
+from tu_symmetry.laplace.calibration import LOUDER, SHARPNESSES, TEMPERATURES, judge
 from tu_symmetry.laplace.checks import examine, require_module, require_weights
 from tu_symmetry.laplace.curvature import (
     DENSE_LIMIT,
@@ -63,6 +63,9 @@ from tu_symmetry.laplace.tangent import (
     last_layer,
     select_parameters,
 )
+from tu_symmetry.modules import uncompiled
+from tu_symmetry.reporting.brief import Brief
+from tu_symmetry.states import State, SymmetryError, stack_states
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -83,11 +86,12 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
     return run
 
 
-class LinearizedLaplace:
+class LinearizedLaplace(Brief):
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
     Args:
-        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights.
+        model: the trained network. It is never edited, runs in evaluation mode, and has to keep its weights. Compiled
+            ones run as they were before; TorchUncertainty's ``mc_dropout`` counts as its network without dropout.
         likelihood: a name, the training loss (``nn.CrossEntropyLoss`` and others with their options), or an object of
             :mod:`tu_symmetry.likelihoods`.
         graph: the symmetry graph whose normalization groups ``per_group`` uses; discovered from the first batch
@@ -103,7 +107,8 @@ class LinearizedLaplace:
             all that require a gradient, ``"last_layer"`` for those of the module that is called last. With
             ``curvature="last_layer"`` the name of one linear layer, None to find it.
         bias: ``exact`` blocks for biases, or ``shared`` with their layers' gradient factors, as laplace-torch has it.
-        noise_variance: the variance of a regression's noise; None to find it by the evidence (and 1 until then).
+        noise_variance: the variance of a regression's noise; None to find it by the evidence (1 until then), while
+            predictions, whose mean is the network's output, have that of the network's residuals on the training data.
 
     Attributes:
         train_loader: what :meth:`fit` was given; None after loading.
@@ -125,6 +130,7 @@ class LinearizedLaplace:
         noise_variance: float | None = None,
     ) -> None:
         require_module(model)
+        model = uncompiled(model)
         for option, value, allowed in (
             ("prior", prior, Prior),
             ("evaluate_at", evaluate_at, EvaluateAt),
@@ -201,9 +207,10 @@ class LinearizedLaplace:
         whole, named = ([n for n, own in zip(names, marks, strict=True) if own] for marks in marked.tolist())
         if named:
             warnings.warn(
-                f"{named[:6]} {'and others ' if len(named) > 6 else ''}are read elsewhere than in one call of their "
-                "module (tied, or called several times), so that Kronecker factors would miss a part: they get their "
-                f"exact block (its diagonal beyond {DENSE_LIMIT} entries)",
+                f"{named[:6]} {'and others ' if len(named) > 6 else ''}have no Kronecker factors, since they are "
+                "read elsewhere than in one call of their module on the batch (tied, called several times, or on what "
+                "all samples share, such as numbers of positions): they get their exact block (its diagonal beyond "
+                f"{DENSE_LIMIT} entries)",
                 ReadElsewhereWarning,
                 stacklevel=4,
             )
@@ -267,7 +274,7 @@ class LinearizedLaplace:
 
     @property
     def noise_variance(self) -> float:
-        """The variance of a regression's noise (1 for another likelihood)."""
+        """The variance of a regression's noise by the evidence, or as given (1 for another likelihood)."""
         return self.fitted.noise_variance
 
     @property
@@ -300,6 +307,16 @@ class LinearizedLaplace:
         """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
         return self.fitted.theta
 
+    def facts(self) -> list[tuple[str, str]]:
+        """What was fitted: the network, the options, the sizes, and what predictions use."""
+        options = {"curvature": self.options.curvature, "prior": self.prior, "evaluate at": self.evaluate_at}
+        found = [("of", type(self.model).__name__), ("likelihood", self.likelihood.name), *options.items()]
+        if self._fitted is None:
+            return [*found, ("fitted", "not yet")]
+        groups, samples = len(self.log_precision), self.summary.samples
+        sizes = f"{self.tangent.size} weights in {groups} groups, to {samples} samples"
+        return [*found, ("fitted", sizes), *((n, f"{getattr(self, n):.3g}") for n in ("temperature", "sharpness"))]
+
     def report(self) -> list[GroupReport]:
         """Precision, determined directions and squared norm of every prior group."""
         return self.fitted.report()
@@ -318,8 +335,17 @@ class LinearizedLaplace:
             from tu_symmetry.symmetry.discovery import discover_symmetries
 
             args, kwargs = arguments(inputs)
-            with evaluating(self.model):
-                self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+            try:
+                with evaluating(self.model):
+                    self.graph = discover_symmetries(self.model, args, example_kwargs=kwargs)
+            except SymmetryError as error:
+                raise SymmetryError(f"{error}\nprior='per_layer' and prior='single' need no symmetries") from error
+        foreign = [n for n in self.graph.shapes if n not in self.model.state_dict()] if self.graph else []
+        if foreign:
+            raise ValueError(
+                f"graph= is of another network: this one has no {foreign[:3]}. Discover it on the network itself, "
+                "without what torch.compile or mc_dropout has put around it"
+            )
         return prior_groups(self.tangent.slots, self.prior, self.graph.normalizations if self.graph else ())
 
     @_apart
@@ -406,8 +432,9 @@ class LinearizedLaplace:
         """Choose the temperature of the posterior, and the sharpness of the likelihood, by the NLL on held-out data.
 
         The temperature multiplies the posterior covariance: 0 is the network itself, 1 the posterior of the evidence,
-        others are 1e-6 to 100 in quarters of a decade. The sharpness multiplies logits, and divides the variance of a
-        regression's noise: that of the network alone is chosen first (temperature scaling, Guo et al. 2017), and the
+        others are 1e-6 to 100 in quarters of a decade. The sharpness multiplies logits (0.1 to 10), and divides the
+        variance of a regression's noise (1e-4 to 10; at 1 it is that of the residuals on the training data, if none was
+        given): that of the network alone is chosen first (temperature scaling, Guo et al. 2017), and the
         temperature then at this one and at 1, so that predictions on these data are never worse than those of the
         network, its logits scaled. Precisions and evidence stay as they are. Other precisions put both back to 1.
 
@@ -433,7 +460,8 @@ class LinearizedLaplace:
             raise ValueError(f"standard_errors={standard_errors} has to be finite and not negative")
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
         options["link_approx"] = link_approx
-        alone = [(0.0, s) for s in (SHARPNESSES if sharpen and held_out else (1.0,))]
+        scales = (*SHARPNESSES, *(LOUDER if fitted.noisy else ())) if sharpen and held_out else (1.0,)
+        alone = [(0.0, s) for s in scales]
         plain = judge(fitted, validation_loader, alone, **options)
         if not bool(plain.means[0].isfinite()):
             raise ValueError("the NLL of the network itself is not finite on these data")
@@ -517,6 +545,24 @@ class LinearizedLaplace:
         (found,) = tempered_predictives(fitted, inputs, chosen, link_approx=link_approx, **options)
         return in_own_shape(fitted, inputs, found)
 
+    def __call__(self, inputs: Any, **options: Any) -> Any:
+        """The posterior :meth:`predictive`."""
+        return self.predictive(inputs, **options)
+
+    @_apart
+    def sample(self, num_samples: int, *, seed: int = 0) -> State:
+        """Draw weights around the trained ones: a stack of states ``[num_samples, ...]``; what is certain is repeated.
+
+        They have the temperature of predictions, and are those of :meth:`function_samples` with the same seed.
+        """
+        fitted = self.fitted
+        fitted.require_weights()
+        if num_samples < 1:
+            raise ValueError(f"num_samples={num_samples} has to be at least 1")
+        draws = self.temperature**0.5 * torch.cat(list(fitted.posterior.draws(num_samples, seed)))
+        state = {name: t.detach().clone() for name, t in fitted.tangent.state().items()}
+        return stack_states([state | fitted.tangent.unflatten(fitted.tangent.point() + draw) for draw in draws])
+
     @_apart
     def epistemic(self, inputs: Any, *, num_samples: int = 100, seed: int = 0) -> Tensor:
         """How much the posterior leaves open at every input, by the evidence, whatever :meth:`calibrate` has chosen.
@@ -539,7 +585,7 @@ class LinearizedLaplace:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> LinearizedLaplace:
         """Read what :meth:`save` wrote, for the same network with the same weights; else a LaplaceFileError."""
-        return cls.from_fitted(storage.load(path, model))
+        return cls.from_fitted(storage.load(path, uncompiled(model)))
 
     def to_laplace_torch(self) -> Any:
         """A ``KronLaplace`` with the same posterior, see :func:`tu_symmetry.laplace.interop.to_laplace_torch`."""

@@ -17,7 +17,7 @@ class NotConvergedWarning(UserWarning):
 
 
 class ReadElsewhereWarning(UserWarning):
-    """A parameter is read elsewhere than in one call of its own module, and has no Kronecker factors therefore."""
+    """A parameter is read elsewhere than in one call of its module on the batch: it has no Kronecker factors."""
 
 
 class LaplaceHurtsWarning(UserWarning):
@@ -51,8 +51,8 @@ class Calibration:
 
     @property
     def hurts(self) -> bool:
-        """Whether the posterior of the evidence predicts worse than the network itself, by the NLL."""
-        return self.evidence.nll > self.network.nll
+        """Whether the posterior of the evidence has a larger NLL than the network itself, in the digits shown."""
+        return round(self.evidence.nll, 4) > round(self.network.nll, 4)
 
     def __str__(self) -> str:
         head = f"on {self.samples} {'held-out' if self.held_out else 'training'} samples"
@@ -124,9 +124,9 @@ def warn_if_it_hurts(found: Calibration, *, stacklevel: int) -> None:
     if found.hurts:
         warnings.warn(
             f"on {found.samples} held-out samples the posterior that the evidence chose has an NLL of "
-            f"{found.evidence.nll:.4g} nats, the network itself {found.network.nll:.4g}. From now on predictions use "
+            f"{found.evidence.nll:.4f} nats, the network itself {found.network.nll:.4f}. From now on predictions use "
             f"the temperature {found.temperature:.3g} (0 is the network's own), with an NLL of "
-            f"{found.calibrated.nll:.4g}; curvature='last_layer', prior='single' or more training data may help",
+            f"{found.calibrated.nll:.4f}; curvature='last_layer', prior='single' or more training data may help",
             LaplaceHurtsWarning,
             stacklevel=stacklevel + 1,
         )

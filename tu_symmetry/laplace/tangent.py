@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from tu_symmetry._extras import load_forward_mode
 from tu_symmetry.laplace.inputs import arguments, batch_size, mapped, rows_of, structure
 from tu_symmetry.laplace.outputs import as_outputs, check_outputs, tensor_in
+from tu_symmetry.modules import as_one_network
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -75,17 +76,18 @@ def require_independent_samples(model: nn.Module) -> None:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, full precision, ordinary (non-inference) tensors, attention with a forward-mode derivative."""
-    training = [m for m in model.modules() if m.training]
+    training = {m: m.training for m in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     with torch.inference_mode(False), full_precision(model), sdpa_kernel(SDPBackend.MATH):
         model.eval()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            yield
+            with as_one_network(model):
+                yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            for module in training:
-                module.training = True
+            for module, own in training.items():
+                module.training = own
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from tu_symmetry.metrics.functional.predictive import (
     predictive_total_variation,
 )
 from tu_symmetry.metrics.functional.representation import representation_costs
+from tu_symmetry.states import States
 from tu_symmetry.symmetry.elements import check_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -94,8 +95,8 @@ class RepresentationCost(AverageMetric):
         super().__init__(shape=(3,), **kwargs)
         self.graph = graph
 
-    def update(self, states: Mapping[str, Tensor]) -> None:
-        """Add a network, or stacked networks ``(S, ...)``."""
+    def update(self, states: States) -> None:
+        """Add a network, a list of networks, or stacked ones ``(S, ...)``."""
         costs = representation_costs(self.graph, states)
         rows = torch.stack([costs.mass, costs.minimal_mass, costs.ratio])
         self.add(rows.sum(1), rows.shape[1])

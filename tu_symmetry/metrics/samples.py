@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
 from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy, weight_vectors
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
-from tu_symmetry.states import SymmetryError, require_state
+from tu_symmetry.states import States, SymmetryError, as_stack, require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -42,9 +41,9 @@ class MaximumMeanDiscrepancy(BaseMetric):
             "of its own: call update(...) for each batch, then compute()"
         )
 
-    def update(self, states: Mapping[str, Tensor], reference: bool) -> None:
-        """Add stacked states ``(S, ...)``, of the reference or not; what is not floating-point is left out."""
-        require_state(states, "states")
+    def update(self, states: States, reference: bool) -> None:
+        """Add a list of states or a stack, of the reference or not; what is not floating-point is left out."""
+        states = require_state(as_stack(states), "states")
         floating = {name: t for name, t in states.items() if t.is_floating_point()}
         counts = {len(t) if t.ndim else 0 for t in floating.values()}
         if len(counts) != 1 or 0 in counts:
@@ -91,8 +90,8 @@ class MarginalHomogeneity(BaseMetric):
         for name in ("layout", "samples"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
-    def update(self, states: Mapping[str, Tensor]) -> None:
-        """Add stacked networks ``(S, ...)``."""
+    def update(self, states: States) -> None:
+        """Add a list of networks, or stacked ones ``(S, ...)``."""
         rows = unit_samples(self.graph, states)
         if len(self.layout) == 0:
             self.layout.append(written({name: list(r.shape[1:]) for name, r in rows.items()}).to(self.device))

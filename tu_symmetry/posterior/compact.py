@@ -25,6 +25,7 @@ from tu_symmetry.states import (
     SymmetryError,
     as_given,
     layout_of,
+    require_alike,
     require_same,
     require_state,
     unstack,
@@ -203,11 +204,12 @@ class CompactPosterior:
 
     def isotropic(self, state: Mapping[str, Tensor]) -> CompactPosterior:
         """The rival that needs no fit: one network, each weight with this posterior's :meth:`rms`."""
-        require_same(layout_of(state), layout_of(self.mean), "the state", "the posterior's mean")
-        return self._of(as_given(state, dict(state)), {n: torch.full_like(t, self.rms()) for n, t in self.std.items()})
+        require_alike(state, self.mean, "the state", "the posterior's mean")
+        mean = as_given(state, {n: t.to(self.mean[n]) for n, t in state.items()})
+        return self._of(mean, {n: torch.full_like(t, self.rms()) for n, t in self.std.items()})
 
     def rms(self) -> float:
-        """The root mean square of the standard deviations, which is that of the distances of draws to the mean."""
+        """The root mean square of the standard deviations."""
         return float(self.sigma().double().square().mean().sqrt())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -290,7 +292,7 @@ class CompactPosterior:
         def predictive(networks: Iterable[Mapping[str, Tensor]], scale: float = 1.0) -> Tensor:
             each = []
             for network in networks:
-                state = {n: torch.lerp(self.mean[n], t, scale) if scale != 1 and n in self.std else t.to(device)
+                state = {n: torch.lerp(self.mean[n], t, scale) if scale != 1 and n in self.std else t.to(self.mean[n])
                          for n, t in network.items()}  # fmt: skip
                 outputs = torch.cat([forward(model, state, x) for x, _ in data])
                 if outputs.ndim != 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():

@@ -157,11 +157,8 @@ def swag_draws(swag: Any, count: int, *, seed: int = 0) -> State:
 
 
 def laplace_draws(laplace: LinearizedLaplace, count: int, *, seed: int = 0) -> State:
-    """Weights from a Laplace approximation, centered on the trained ones; what it leaves out stays as trained."""
-    tangent = laplace.tangent
-    vectors = torch.cat(list(laplace.posterior.draws(count, seed))) + tangent.point()
-    drawn = [tangent.unflatten(v) for v in vectors]
-    return stack_states([{n: t.detach().clone() for n, t in (tangent.state() | d).items()} for d in drawn])
+    """Weights from a Laplace approximation by its evidence, whatever temperature was chosen for predictions."""
+    return LinearizedLaplace.from_fitted(laplace.fitted.uncalibrated()).sample(count, seed=seed)
 
 
 def _is_bayesian(module: nn.Module) -> bool:

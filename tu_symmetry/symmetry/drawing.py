@@ -30,20 +30,22 @@ td.name, td.members { font-family: ui-monospace, monospace; font-size: 12px; ove
 td.number { text-align: right; white-space: nowrap; }
 tr.nested td.name { padding-left: 2rem; }
 @media (prefers-color-scheme: dark) {
-  body { background: #17181a; color: #ddd; } th, td { border-color: #333; } text { fill: #ddd; }
-  .layer { fill: #26282b; } .made { stroke: #17181a; } .read { fill: #17181a; }
+  body { background: #17181a; color: #ddd; } th, td { border-color: #333; } .network text { fill: #ddd; }
+  .network .layer { fill: #26282b; } .network .made { stroke: #17181a; } .network .read { fill: #17181a; }
 }
+"""
+_PICTURE = """
 .network { overflow-x: auto; }
 .network text { font: 11px ui-monospace, monospace; }
 .network text.size { font-size: 10px; opacity: .65; }
-.layer { fill: #f4f4f2; stroke: #8a8a86; stroke-width: 1; }
-.lane path { fill: none; stroke-width: 2; }
-.lane.nested path { stroke-width: 1; }
-.lane.scale path { stroke-width: 1.2; stroke-dasharray: 4 3; }
-.lane.normalization path { stroke-width: 1.2; stroke-dasharray: 1 3; }
-.lane:hover path { stroke-width: 4; }
-.made { stroke: #fff; stroke-width: 1; }
-.read { fill: #fff; stroke-width: 1.5; }
+.network .layer { fill: #f4f4f2; stroke: #8a8a86; stroke-width: 1; }
+.network .lane path { fill: none; stroke-width: 2; }
+.network .lane.nested path { stroke-width: 1; }
+.network .lane.scale path { stroke-width: 1.2; stroke-dasharray: 4 3; }
+.network .lane.normalization path { stroke-width: 1.2; stroke-dasharray: 1 3; }
+.network .lane:hover path { stroke-width: 4; }
+.network .made { stroke: #fff; stroke-width: 1; }
+.network .read { fill: #fff; stroke-width: 1.5; }
 """
 
 _LEGEND = (
@@ -59,7 +61,7 @@ def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) ->
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>Symmetries of {of}</title>'
-        f"<style>{_STYLE}</style></head><body>",
+        f"<style>{_PICTURE}{_STYLE}</style></head><body>",
         f"<h1>Symmetries of {of}</h1>",
         _table([f"<th>{escape(k)}</th><td>{escape(v)}</td>" for k, v in summary(graph)]),
         f"<h2>Network</h2><p>{_LEGEND}</p>",
@@ -80,6 +82,11 @@ def to_html(graph: SymmetryGraph, path: str | os.PathLike[str] | None = None) ->
     if path is not None:
         write_text(path, page)
     return page
+
+
+def to_picture(graph: SymmetryGraph) -> str:
+    """The drawing of :func:`to_html` alone, on a white ground, whatever page it stands in."""
+    return f"<style>{_PICTURE}.network {{ background: #fff; }}</style>{_network(graph)}"
 
 
 def _table(rows: list[str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, check_tensor
-from tu_symmetry.symmetry.drawing import to_html
+from tu_symmetry.symmetry.drawing import to_html, to_picture
 from tu_symmetry.symmetry.groups import (
     Group,
     NormalizationGroup,
@@ -254,6 +254,10 @@ class SymmetryGraph(Brief):
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The graph as a self-contained HTML page, also written to ``path`` if one is given."""
         return to_html(self, path)
+
+    def _repr_html_(self) -> str:
+        """The drawing of :meth:`to_html` alone, for notebooks."""
+        return to_picture(self)
 
     def facts(self) -> list[tuple[str, str]]:
         """What the graph holds, in a line for each kind of group."""

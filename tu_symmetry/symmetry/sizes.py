@@ -63,13 +63,18 @@ def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
     """Axes of the first tensor, equally long in both passes, that two calls of an operator cut elsewhere."""
     if not a.all_input_nodes or not isinstance(a.target, torch._ops.OpOverload):
         return []
-    one, two = (getattr(n.meta.get("val"), "shape", ()) for n in (a.all_input_nodes[0], b.all_input_nodes[0]))
+    shapes = [[getattr(n.meta.get("val"), "shape", ()) for n in node.all_input_nodes] for node in (a, b)]
+    one, two = shapes[0][0], shapes[1][0]
     given = arguments_of(a)
     axes: list[Any] = []
     if a.target is torch.ops.aten.index.Tensor:
         axes = [k for k, index in enumerate(given["indices"]) if index is not None]
     elif a.target is torch.ops.aten.embedding.default:
         axes = [0]
+    elif "tensors" in given:  # joined: what stands behind a longer piece comes to stand elsewhere
+        k = given.get("dim", 0)
+        moved = a.target is torch.ops.aten.cat.default and any(x[k] != y[k] for x, y in zip(*shapes, strict=True))
+        axes = [k] if moved else []
     elif "dim" in given:
         axes = [given["dim"]]
     elif one == two:

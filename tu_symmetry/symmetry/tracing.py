@@ -25,7 +25,7 @@ from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.algebra import pinned_value
 from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, live_nodes, makes_tensors
-from tu_symmetry.symmetry.running.probe import Example
+from tu_symmetry.symmetry.running.probe import Example, tensors_of
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized
 
@@ -84,7 +84,7 @@ def trace(
     Raises:
         SymmetryError: if the model cannot be exported, naming the branch or the operator that is in the way.
     """
-    model = to_trace(model).train(training)
+    model = _with_known_outputs(model).train(training)
     with _quiet():
         try:
             program = _program(model, args, kwargs)
@@ -95,6 +95,18 @@ def trace(
             return _exported(model, program)
         except Exception as error:
             return _recorded_instead(model, args, kwargs, error, record=record)
+
+
+def _with_known_outputs(model: nn.Module) -> nn.Module:
+    """A copy to trace; of outputs that torch cannot take apart it returns the tensors that verification compares."""
+
+    def known(_: nn.Module, args: Any, output: Any) -> Any:
+        strange = any(not isinstance(x, (Tensor, int, float, complex, str, type(None))) for x in tree_leaves(output))
+        return tensors_of(output) if strange else output
+
+    copied = to_trace(model)
+    copied.register_forward_hook(known)
+    return copied
 
 
 def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
@@ -112,7 +124,7 @@ def with_other_sizes(
     model: nn.Module, example: Example, first: Trace, flags: Mapping[str, bool], *, sizes: bool
 ) -> tuple[Trace, ...]:
     """A pass, with what of it follows the sizes of its inputs, and passes of other ``sizes`` and ``flags``."""
-    model = to_trace(model).eval()
+    model = _with_known_outputs(model).eval()
     held = held_constants(first.module, first.inputs)
     found: list[Trace] = []
     turned = [((example[0], example[1] | {name: not value}),) for name, value in flags.items()]

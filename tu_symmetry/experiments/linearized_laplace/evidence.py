@@ -28,15 +28,16 @@ from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
+from tu_symmetry.laplace.function_posterior import tempered_predictives
 from tu_symmetry.laplace.groups import Prior
 from tu_symmetry.laplace.likelihood import Categorical
 from tu_symmetry.laplace.linearized import LinearizedLaplace
-from tu_symmetry.laplace.report import EvidenceResult, NotConvergedWarning, PrunedGroupWarning
+from tu_symmetry.laplace.report import EvidenceResult, LaplaceHurtsWarning, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating, jacobians
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.outcome import Outcome, Parts
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
 
 @dataclass(frozen=True)
@@ -213,18 +214,38 @@ class Work:
         )
         return LinearizedLaplace.from_fitted(fitted.with_curvature(blocks, summary), self.train)
 
+    def calibrated(self, la: LinearizedLaplace) -> dict[str, float]:
+        """Have temperature and sharpness chosen on the validation images, which the network was not trained on."""
+        held_out = Batches(*self.images.held_out("posteriors are calibrated on"), self.settings.batch_size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it
+            found = la.calibrate(held_out, num_samples=self.settings.num_samples)
+        return {"temperature": found.temperature, "sharpness": found.sharpness}
+
+    def predictives(self, la: LinearizedLaplace, x: Tensor) -> list[Tensor]:
+        """Probabilities by the evidence, and calibrated, from one pass for both."""
+        kinds = [(1.0, 1.0), (la.temperature, la.sharpness)]
+        options: Any = {"num_samples": self.settings.num_samples, "link_approx": "mc", "covariance": "auto", "seed": 0}
+        return tempered_predictives(la.fitted, x, kinds, **options)
+
     def row(self, key: str) -> dict[str, Any]:
         """What a table says of one choice, or of the network itself."""
-        size, samples = self.settings.batch_size, self.settings.num_samples
+        size = self.settings.batch_size
         if key == NETWORK:
             return paper.network_scores(self.model, self.images, size)
         la, result, moved = self.optimize(Choice.parse(key))
+        calibration = self.calibrated(la)
 
-        def probabilities(x: Tensor) -> Tensor:
-            return torch.cat([la.predictive(part, num_samples=samples) for part in x.split(size)]).double()
+        def probabilities(x: Tensor) -> list[Tensor]:
+            batches = [self.predictives(la, part) for part in x.split(size)]
+            return [torch.cat(own).double() for own in zip(*batches, strict=True)]
 
-        other = None if self.images.other is None else probabilities(self.images.other)
-        return paper.scores(probabilities(self.test.x), self.test.y, other) | {
+        other = [None, None] if self.images.other is None else probabilities(self.images.other)
+        plain, calibrated = (
+            paper.scores(*own) for own in zip(probabilities(self.test.x), 2 * [self.test.y], other, strict=True)
+        )
+        return plain | {
+            "calibrated": calibrated | calibration,
             "log_evidence": result.log_marginal_likelihood,
             "iterations": result.iterations,
             "change": result.change,
@@ -312,9 +333,9 @@ def all_rows(
 ) -> Outcome:
     """Choice to name to the row of each network, kept in ``out/parts`` one by one."""
     images = Images(data, device)
-    digest = images.digest()
+    digest = [images.digest(), digest_tensors(*images.held_out("networks are scaled and posteriors calibrated on"))]
     counts = {name: len(found.store()) for name, found in networks.items()}
-    kept = {name: found.parts(out, asdict(settings), digest, name) for name, found in networks.items()}
+    kept = {name: found.parts(out, asdict(settings), *digest, name) for name, found in networks.items()}
     full = any(choice.where == "full" for choice in choices)
     results: dict[str, dict[str, list[Any]]] = {}
     jobs = [(k, name) for k in range(max(counts.values())) for name in networks if k < counts[name]]
@@ -327,6 +348,6 @@ def all_rows(
     every = [row for by_name in results.values() for found in by_name.values() for row in found]
     parameters = {name: trained.size for name, trained in networks.items()}
     return Outcome(
-        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.sizes},
+        {"networks": itself, "rows": results, "parameters": parameters, "sizes": images.all_sizes},
         f"{len(every)} evidences, {sum(not row['converged'] for row in every)} of them not converged to the tolerances",
     )

@@ -14,6 +14,7 @@ from tu_symmetry.datamodules import IDXDataModule
 from tu_symmetry.datamodules.readers import LabeledImages
 from tu_symmetry.evaluation import accuracy
 from tu_symmetry.experiments.study import Images
+from tu_symmetry.laplace.calibration import SHARPNESSES
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import measured
 
@@ -22,7 +23,10 @@ Groups: TypeAlias = Literal["single", "per_group"]
 Runs = Sequence[Mapping[str, Any]]
 
 NETWORK = "network"  # the row of the network itself
+SCALED = "scaled"  # that of the network whose logits are scaled by what is best on held-out images
+CALIBRATED = "/calibrated"  # behind a choice: with what `calibrate` chose on the same held-out images
 ITSELF = "network itself"
+SAME = {NETWORK: ITSELF, SCALED: "network, temperature scaled"}
 TITLES: dict[Where, str] = {"map": "M(θ~)", "tangent_mode": "M(θ*)", "full": "M(θ*), full"}
 PRIORS: dict[str, str] = {"single": "single λ", "per_group": "several λ"}
 COLORS = {"map": plots.ORANGE, "tangent_mode": plots.BLUE, "full": plots.GREEN}  # of where the evidence is evaluated
@@ -95,7 +99,8 @@ def parse_all(texts: Sequence[str], known: Collection[str] = ("map", "tangent_mo
 
 def title_of(key: str) -> str:
     """What a report calls a row."""
-    return ITSELF if key == NETWORK else Choice.parse(key).title
+    plain = key.removesuffix(CALIBRATED)
+    return SAME.get(key) or Choice.parse(plain).title + (", calibrated" if plain != key else "")
 
 
 def in_latex(text: str) -> str:
@@ -148,12 +153,42 @@ def scores(p: Tensor, y: Tensor, other: Tensor | None = None) -> dict[str, float
 
 
 @torch.no_grad()
-def network_scores(model: nn.Module, images: Images, batch_size: int) -> dict[str, float]:
-    """Quality of a network itself, and ``train_nll``, its loss on the training images (nats)."""
+def network_scores(model: nn.Module, images: Images, batch_size: int) -> dict[str, Any]:
+    """Quality of a network itself, ``train_nll``, its loss on the training images (nats), and ``scaled``.
+
+    That is the quality with logits times ``sharpness``, which is best on the validation images (temperature scaling).
+    """
 
     def logits(x: Tensor) -> Tensor:
-        return torch.cat([model(part) for part in x.split(batch_size)])
+        return torch.cat([model(part) for part in x.split(batch_size)]).double()
 
-    other = None if images.other is None else logits(images.other).double().softmax(-1)
-    train = cross_entropy(logits(images.train.x), images.train.y)
-    return {"train_nll": float(train)} | scores(logits(images.test.x).double().softmax(-1), images.test.y, other)
+    held_out, classes = images.held_out("the network is scaled on")
+    sharpness = best_sharpness(logits(held_out), classes)
+    train, test = logits(images.train.x), logits(images.test.x)
+    other = None if images.other is None else logits(images.other)
+    itself, scaled = (
+        scores((s * test).softmax(-1), images.test.y, None if other is None else (s * other).softmax(-1))
+        for s in (1.0, sharpness)
+    )
+    nll = float(cross_entropy(train, images.train.y))
+    return {"train_nll": nll, "scaled": scaled | {"sharpness": sharpness}} | itself
+
+
+def best_sharpness(logits: Tensor, classes: Tensor) -> float:
+    """The factor of logits, of those that ``calibrate`` tries, with the lowest NLL."""
+    return min(SHARPNESSES, key=lambda s: float(cross_entropy(s * logits, classes)))
+
+
+def with_rivals(networks: Any, rows: Mapping[str, Any]) -> dict[str, Any]:
+    """All rows of a table: networks, the same temperature scaled, and the choices, each calibrated too.
+
+    What stands in a row is a sequence of runs, or such sequences by the name of the network.
+    """
+
+    def part(runs: Any, name: str) -> Any:
+        if isinstance(runs, Mapping):
+            return {own: part(found, name) for own, found in runs.items()}
+        return [run[name] | {k: run[k] for k in ("converged", "settled") if k in run} for run in runs]
+
+    found = {NETWORK: networks, SCALED: part(networks, "scaled")} | dict(rows)
+    return found | {key + CALIBRATED: part(runs, "calibrated") for key, runs in rows.items()}

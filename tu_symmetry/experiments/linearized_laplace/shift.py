@@ -7,7 +7,6 @@ precisions that the evidence chooses in each of the paper's ways.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -22,16 +21,13 @@ from torch.nn.functional import affine_grid, grid_sample
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
-from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice
+from tu_symmetry.experiments.linearized_laplace.rows import CALIBRATED, NETWORK, SCALED, Choice
 from tu_symmetry.experiments.study import Images, tracked
-from tu_symmetry.laplace.function_posterior import tempered_predictives
-from tu_symmetry.laplace.report import LaplaceHurtsWarning
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
-CALIBRATED = "/calibrated"  # behind a choice: with the temperature of the unrotated validation images
 COLUMNS = {  # titles of a table and of a column; scale and digits
     "nll": ("Test NLL (nats)", "NLL", 1, 3),
     "ece": ("Expected calibration error (%)", "ECE %", 100, 1),
@@ -67,8 +63,8 @@ def measure_rotations(
 ) -> Outcome:
     """Test NLL, accuracy and calibration error at every angle (degrees): of networks, and of every choice.
 
-    Each choice twice: the posterior of the evidence, and with the temperature that ``calibrate`` chooses on the
-    validation images, which are not rotated.
+    Each twice: as it is, and with the scale of logits (networks), or temperature and sharpness (choices), that are best
+    on the validation images, which are not rotated.
     """
     keys = [NETWORK, *(choice.key for choice in paper.parse_all(choices))]
     if not angles:
@@ -84,18 +80,17 @@ def measure_rotations(
         for key in keys:
             for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
                 results.setdefault(name, []).append(row)
-    every = [row for key, runs in results.items() if key != NETWORK for row in runs]
-    sizes = images.sizes | {"validation": len(held_out[0])}
+    every = [row for key, runs in results.items() if key not in (NETWORK, SCALED) for row in runs]
     return Outcome(
-        {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": sizes},
+        {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": images.all_sizes},
         f"{count} networks; {sum(not row['converged'] for row in every)} of {len(every)} rows from an evidence "
         "that had not converged",
     )
 
 
 def _rows(work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[str, Tensor]) -> dict[str, Any]:
-    """Scores of one network: its own, or those of one choice by the evidence and calibrated, from one pass for both."""
-    y, size, samples = work.images.test.y, work.settings.batch_size, work.settings.num_samples
+    """Scores of one network, or of one choice by the evidence; as it is and calibrated, from one pass for both."""
+    y, size = work.images.test.y, work.settings.batch_size
 
     def at_angles(predict: Callable[[Tensor], Sequence[Tensor]]) -> list[dict[str, Any]]:
         by_angle: dict[str, list[dict[str, float]]] = {}
@@ -106,17 +101,15 @@ def _rows(work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[st
 
     if key == NETWORK:
         with torch.no_grad():
-            (itself,) = at_angles(lambda x: [work.model(x).softmax(-1)])
-        return {NETWORK: itself | {"converged": True}}
+            logits = torch.cat([work.model(x) for x in held_out[0].split(size)])
+            sharpness = paper.best_sharpness(logits.double(), held_out[1])
+            itself, scaled = at_angles(lambda x: [(s * work.model(x)).softmax(-1) for s in (1.0, sharpness)])
+        return {NETWORK: itself, SCALED: scaled | {"sharpness": sharpness}}
     la, result, _ = work.optimize(Choice.parse(key))
     facts = {"converged": result.converged, "groups": groups_of(la)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LaplaceHurtsWarning)  # the table says it
-        temperature = la.calibrate([held_out], num_samples=samples, sharpen=False).temperature
-    options: Any = {"num_samples": samples, "link_approx": "mc", "covariance": "auto", "seed": 0}
-    predict = partial(tempered_predictives, la.fitted, candidates=[(1.0, 1.0), (temperature, 1.0)], **options)
-    plain, cooled = at_angles(predict)
-    return {key: facts | plain, key + CALIBRATED: facts | {"temperature": temperature} | cooled}
+    calibration = work.calibrated(la)
+    plain, cooled = at_angles(partial(work.predictives, la))
+    return {key: facts | plain, key + CALIBRATED: facts | calibration | cooled}
 
 
 def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
@@ -125,13 +118,9 @@ def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
     networks = f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters"
     page.add(paper.images_line(networks, found))
     page.figure("rotations", draw_rotations, found, alt="NLL and ECE by angle")
-    page.add(*(angle_table(found, column) for column in COLUMNS), difference_table(found))
+    page.add(*(angle_table(found, column) for column in COLUMNS))
+    page.add(*(difference_table(found, rival) for rival in (NETWORK, SCALED)))
     return page.done()
-
-
-def _title(key: str) -> str:
-    plain = key.removesuffix(CALIBRATED)
-    return paper.title_of(plain) + (", calibrated" if plain != key else "")
 
 
 def angle_table(found: Found, column: str) -> Grid:
@@ -142,15 +131,17 @@ def angle_table(found: Found, column: str) -> Grid:
         return f"{fmean(scale * run['by_angle'][angle][column] for run in runs):.{digits}f}{paper.marks(runs)}"
 
     caption = (
-        "means over networks; columns: degrees by which the test images are turned. calibrated: the temperature of the "
-        f"posterior chosen on validation images that are not turned. {paper.OPEN_CAPTION}"
+        "means over networks; columns: degrees by which the test images are turned. calibrated, temperature scaled: by "
+        f"validation images that are not turned. {paper.OPEN_CAPTION}"
     )
     columns: dict[str, Any] = {f"{a:g}°": lambda runs, a=a: show(runs, f"{a:g}") for a in found["angles"]}
-    return table(f"{name} by angle", {_title(key): runs for key, runs in found["rows"].items()}, columns, caption)
+    return table(
+        f"{name} by angle", {paper.title_of(key): runs for key, runs in found["rows"].items()}, columns, caption
+    )
 
 
-def difference_table(found: Found) -> Grid:
-    """By how much each row is better or worse than the networks: unturned, and on average over all turned images."""
+def difference_table(found: Found, rival: str) -> Grid:
+    """By how much each row is better or worse than the rival: unturned, and on average over all turned images."""
     rows, angles = found["rows"], [f"{angle:g}" for angle in found["angles"]]
     groups = {"not turned": [a for a in angles if float(a) == 0], "turned": [a for a in angles if float(a) != 0]}
 
@@ -160,7 +151,7 @@ def difference_table(found: Found) -> Grid:
         _, _, scale, digits = COLUMNS[column]
         gaps = [
             scale * fmean(run["by_angle"][a][column] - own["by_angle"][a][column] for a in some)
-            for run, own in zip(runs, rows[NETWORK], strict=True)
+            for run, own in zip(runs, rows[rival], strict=True)
         ]
         return paper.cell(gaps, digits, sign="+") + paper.marks(runs)
 
@@ -169,27 +160,26 @@ def difference_table(found: Found) -> Grid:
         for column in ("nll", "ece")
         for title, some in groups.items()
     }
-    columns["temperature"] = lambda runs: (
-        " / ".join(f"{run['temperature']:.2g}" for run in runs if "temperature" in run) or "1"
-    )
+    for name in ("temperature", "sharpness"):
+        columns[name] = lambda runs, name=name: " / ".join(f"{run[name]:.2g}" for run in runs if name in run) or "1"
     caption = (
-        "difference to the networks themselves, mean ± standard error over networks; negative helps. turned: mean over "
-        f"all angles but 0. {paper.OPEN_CAPTION}"
+        "difference on the same networks, mean ± standard error over networks; negative helps. turned: mean over all "
+        f"angles but 0. {paper.OPEN_CAPTION}"
     )
-    lines = {_title(key): runs for key, runs in rows.items() if key != NETWORK}
-    return table("Laplace instead of the network", lines, columns, caption)
+    lines = {paper.title_of(key): runs for key, runs in rows.items() if key != rival}
+    return table(f"Instead of the {paper.title_of(rival)}", lines, columns, caption)
 
 
 def draw_rotations(path: Path, found: Found) -> None:
-    """NLL and ECE against the angle: networks in gray, Laplace by the evidence in color, calibrated dashed."""
+    """NLL and ECE against the angle: networks in gray, Laplace in color, scaled and calibrated ones dashed."""
     angles = found["angles"]
     with plots.figure(path, 2, width=4.6, height=3.4) as axes:
         for ax, (column, name) in zip(axes, {"nll": "NLL", "ece": "ECE"}.items(), strict=True):
             for key, runs in found["rows"].items():
                 values = [fmean(run["by_angle"][f"{a:g}"][column] for run in runs) for a in angles]
-                dashes: Any = (0, (2, 2)) if key.endswith(CALIBRATED) else "-"
+                dashes: Any = (0, (2, 2)) if key.endswith((CALIBRATED, SCALED)) else "-"
                 style = paper.style_of(key) | {"linestyle": dashes, "marker": "s" if "/single" in key else "o"}
-                ax.plot(angles, values, label=paper.in_latex(_title(key)) + paper.marks(runs), **style)
+                ax.plot(angles, values, label=paper.in_latex(paper.title_of(key)) + paper.marks(runs), **style)
             ax.set(title=name, xlabel="rotation of the test images (degrees)", xticks=angles)
             ax.set_ylim(bottom=0)
         axes[0].set_ylabel("nats, mean over networks")

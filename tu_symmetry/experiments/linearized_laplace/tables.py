@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tu_symmetry.experiments.linearized_laplace import rows as paper
-from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Runs
+from tu_symmetry.experiments.linearized_laplace.rows import CALIBRATED, NETWORK, SCALED, Runs
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, mean_and_error
 from tu_symmetry.tables.outcome import Outcome
@@ -24,6 +24,9 @@ CHANGES = {  # title to what is compared with what
     "no hyperprior, θ*, several λ": ("tangent_mode/per_group/flat", "tangent_mode/per_group"),
     "Laplace (θ*, single λ) instead of the network": ("tangent_mode/single", NETWORK),
     "Laplace (θ*, several λ) instead of the network": ("tangent_mode/per_group", NETWORK),
+    "temperature scaling instead of the network": (SCALED, NETWORK),
+    "calibrated Laplace (θ*, single λ) instead of the scaled network": ("tangent_mode/single" + CALIBRATED, SCALED),
+    "calibrated Laplace (θ*, several λ) instead of the scaled network": ("tangent_mode/per_group" + CALIBRATED, SCALED),
 }
 COLUMNS = {"nll": "NLL", "accuracy": "accuracy %", "ece": "ECE %", "auroc": "OOD AUROC %"}
 
@@ -42,7 +45,7 @@ def report_architectures(out: Path, recipe: str, evidence: dict[str, Path]) -> O
 
 def architecture_tables(found: Found, title: str, published: Found) -> list[Grid]:
     """Test NLLs beside the paper's; what one change of the method does to the same networks; effective dimensions."""
-    rows = {NETWORK: found["networks"], **found["rows"]}
+    rows = paper.with_rivals(found["networks"], found["rows"])
 
     def quality(row: tuple[str, str], name: str) -> str:
         key, column = row
@@ -67,7 +70,7 @@ def architecture_tables(found: Found, title: str, published: Found) -> list[Grid
         return table(f"{heading} {title}", lines, columns, f"{caption}. {paper.OPEN_CAPTION}")
 
     lines = {paper.ITSELF: (NETWORK, "nll"), "the same, training data": (NETWORK, "train_nll")}
-    lines |= {paper.title_of(key): (key, "nll") for key in found["rows"]}
+    lines |= {paper.title_of(key): (key, "nll") for key in (SCALED, *found["rows"])}
     changes = {change: keys for change, keys in CHANGES.items() if set(keys) <= rows.keys()}
     return [
         made(
@@ -75,7 +78,7 @@ def architecture_tables(found: Found, title: str, published: Found) -> list[Grid
             lines,
             quality,
             "test NLL (nats), mean ± standard error over seeds; second line: the paper's. Several λ of FixUp are one "
-            "for each layer, since it has no normalized groups",
+            "for each layer, since it has no normalized groups. Temperature scaled: on validation images",
         ),
         made(
             "What each choice changes",
@@ -96,13 +99,14 @@ def architecture_tables(found: Found, title: str, published: Found) -> list[Grid
 def report_residual(out: Path, recipe: str, evidence: Path) -> Outcome:
     """Write ``report.md`` and ``evidence.png``, from the folder of :func:`.evidence.optimize_kronecker_evidence`."""
     page, found = Report(out, recipe), Outcome.load(evidence).results
-    rows: dict[str, Runs] = {NETWORK: found["networks"], **found["rows"]}
+    rows: dict[str, Runs] = paper.with_rivals(found["networks"], found["rows"])
     several = {key: runs for key, runs in rows.items() if all(len(run.get("groups", ())) > 1 for run in runs)}
     page.add(paper.images_line(f"{len(rows[NETWORK])} networks of {found['parameters']:,} parameters", found))
     page.add(quality_table(rows, page.table.paper, page.table.title), dimension_table(found["rows"]))
     if several:
         page.add(group_table(several))
-    page.figure("evidence", draw_evidence, rows, several, title="Figure", alt="test likelihood and groups")
+    drawn = {key: runs for key, runs in rows.items() if not key.endswith(CALIBRATED)}
+    page.figure("evidence", draw_evidence, drawn, several, title="Figure", alt="test likelihood and groups")
     return page.done()
 
 
@@ -120,10 +124,14 @@ def quality_table(rows: Mapping[str, Runs], published: Found, title: str) -> Gri
         for column, name in COLUMNS.items()
         if all(column in run for runs in rows.values() for run in runs)
     }
+    columns["NLL less the\nscaled network's"] = lambda key: paper.cell(
+        [own["nll"] - rival["nll"] for own, rival in zip(rows[key], rows[SCALED], strict=True)], sign="+"
+    )
     caption = (
-        "mean ± standard error over networks; second line: the paper's NLL, which has an offset (compare orderings and "
-        f"gaps). AUROC: of the predictive entropy. {paper.OPEN_CAPTION}. {paper.MOVING}: the last refresh of the "
-        "curvature still moved a log precision by more than the tolerance, so that this is no fixed point"
+        "mean ± standard error over networks; scaled, calibrated: on validation images; second line: the paper's NLL, "
+        "which has an offset (compare orderings and gaps). AUROC: of the predictive entropy. "
+        f"{paper.OPEN_CAPTION}. {paper.MOVING}: the last refresh of the curvature still moved a log precision by more "
+        "than the tolerance, so that this is no fixed point"
     )
     return table(title, {paper.title_of(key): key for key in rows}, columns, caption)
 

@@ -32,6 +32,7 @@ from tu_symmetry.tables.report import Found, Report, table
 
 REACH = 2.2  # the grid spans [-2.2, 2.2]
 POINTS = 241
+ALONE, RESIDUAL = "network itself, known noise", "network itself, residual variance"
 
 
 class ShiftedBatchNorm1d(nn.BatchNorm1d):
@@ -146,26 +147,31 @@ def compute_bands(
     rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
     with torch.no_grad():
         error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
+        residual = data.test.y - model(data.test.x)[:, 0]
+    rivals = {title: _judged(residual, sd**2) for title, sd in ((ALONE, data.noise), (RESIDUAL, error))}
     weights = sum(p.numel() for name, p in model.named_parameters() if name in model.matrices)
     best = min(rows, key=lambda name: rows[name]["nll"])
     return Outcome(
-        {"weights": weights, "train_rmse": error, "noise": data.noise, "grid": grid, "rows": rows}
+        {"weights": weights, "train_rmse": error, "noise": data.noise, "grid": grid, "rows": rows, "rivals": rivals}
         | {"train_x": data.train.x[:, 0], "train_y": data.train.y},
         f"{weights} weights, training RMSE {error:.3g}; lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)",
     )
+
+
+def _judged(residual: Tensor, variance: Tensor | float) -> dict[str, Any]:
+    """NLL (nats) and coverage of normal distributions, with no spread of their own."""
+    variance = torch.as_tensor(variance, dtype=residual.dtype)
+    nll = 0.5 * (residual.square() / variance + (2 * math.pi * variance).log())
+    inside = (residual.abs() / variance.sqrt() < 1.959964).double()
+    return {"nll": float(nll.mean()), "coverage": float(inside.mean()), "inside": 0.0, "gap": 0.0, "groups": {}}
 
 
 def _measured(la: LinearizedLaplace, data: CurveDataModule, grid: Tensor) -> dict[str, Any]:
     """What one panel shows and the table says of it."""
     band = la.predictive(grid.unsqueeze(-1))
     test = la.predictive(data.test.x)
-    residual = data.test.y.unsqueeze(-1) - test.mean
-    nll = 0.5 * (residual.square() / test.variance + (2 * math.pi * test.variance).log())
-    z = (residual.abs() / test.variance.sqrt()).flatten()
     middle = la.predictive(torch.zeros_like(data.test.x[:1]))
-    return {
-        "nll": float(nll.mean()),
-        "coverage": float((z < 1.959964).double().mean()),
+    return _judged(data.test.y.unsqueeze(-1) - test.mean, test.variance) | {
         "inside": float(test.epistemic.mean().sqrt()),
         "gap": float(middle.epistemic.sqrt()),
         "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
@@ -178,13 +184,15 @@ def _measured(la: LinearizedLaplace, data: CurveDataModule, grid: Tensor) -> dic
 def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
     """Write ``report.md`` with the figure of bands and a table of what was chosen, from `compute_bands`' folder."""
     page, found = Report(out, recipe), Outcome.load(bands).results
-    page.add(bands_table(found["rows"], page.table.title), heading=False)
+    page.add(bands_table(found["rivals"] | found["rows"], page.table.title), heading=False)
     page.figure("bands", draw_bands, found)
     return page.done()
 
 
 def band_title(name: str) -> str:
     """What the report calls a band: by a precision, or by a choice."""
+    if name in (ALONE, RESIDUAL):
+        return name
     return f"λ = {name}" if "/" not in name else Choice.parse(name).title
 
 

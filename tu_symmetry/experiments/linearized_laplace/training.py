@@ -89,7 +89,7 @@ def measure_training(
             "runs": runs,
             "priors": list(priors),
             "parameters": {name: own.size for name, own in networks.items()},
-            "sizes": images.sizes | {"validation": len(held_out[0])},
+            "sizes": images.all_sizes,
         },
         f"{len(jobs)} snapshots; {sum(not row['converged'] for row in every)} of {len(every)} distances from an "
         "evidence that had not converged",
@@ -200,6 +200,7 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
         f"network\n{what}": lambda runs, key=key: paper.cell([run[key] for run in runs])
         for what, key in (("training", "train_nll"), ("validation", "val_nll"), ("test", "nll"))
     }
+    likelihoods["network, scaled\ntest"] = lambda runs: paper.cell([run["scaled"]["nll"] for run in runs])
     chosen: dict[str, Any] = {}
     for choice in (Choice(where, prior) for prior in priors for where in WHERE):
         chosen[choice.title] = lambda runs, choice=choice: precisions(choice, runs)
@@ -211,7 +212,7 @@ def training_tables(name: str, epochs: Epochs, priors: Sequence[Groups]) -> list
             ("M(θ~) and M(θ*) apart", columns(DISTANCES), APART),
             ("spreads and weights", columns(SPREADS), SPREAD),
             ("precisions", chosen, f"geometric mean over networks; several λ: {groups}"),
-            ("likelihoods", likelihoods, "NLL in nats, mean ± standard error over networks"),
+            ("likelihoods", likelihoods, "NLL in nats, mean ± standard error over networks; scaled: on validation"),
         )
     ]
 

@@ -29,6 +29,7 @@ from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.memory import require_memory
+from tu_symmetry.reporting.brief import Brief, shorten
 from tu_symmetry.symmetry.randomness import leaves_randomness
 from tu_symmetry.transfer import moved
 
@@ -77,7 +78,7 @@ def pattern_kernels(patterns: Tensor, basis: Tensor) -> Tensor:
     return (found + found.mT) / 2
 
 
-class DualLaplace:
+class DualLaplace(Brief):
     """Linearized Laplace in the space of outputs: exact, for at most some thousands of training outputs ``d``.
 
     The posterior over all linearized weights is not factorized; memory is ``d^2`` for each block and distance.
@@ -121,6 +122,18 @@ class DualLaplace:
         self.tangent = FlatTangentModel(model, select_parameters(model, taken))
         self.blocks = Blocks(resolved, self.tangent)
         self.names = (*(f"{own.name}.log_{h}" for own in resolved for h in own.hyperparameters), NOISE)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was fitted: the network, its blocks, the sizes and the hyperparameters."""
+        found = [
+            ("of", type(self.model).__name__),
+            ("blocks", ", ".join(self.blocks)),
+            ("evaluate at", self.evaluate_at),
+        ]
+        if not hasattr(self, "phi"):
+            return [*found, ("fitted", "not yet")]
+        sizes = f"{self.tangent.size} weights, to {self._values} measurements of {len(self.outputs)} outputs"
+        return [*found, ("fitted", sizes), ("hyperparameters", shorten(self.hyperparameters))]
 
     @leaves_randomness
     def fit(self, train_loader: Iterable[Any]) -> DualLaplace:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tu_symmetry.scaling.canonical import Method
 from tu_symmetry.scaling.removal import removal_element, remove_symmetries
-from tu_symmetry.states import SymmetryError, check_tensor, require_state
+from tu_symmetry.states import States, SymmetryError, as_stack, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.elements import LogScale, Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -46,9 +46,12 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
 
 
 def network_discrepancy(
-    x: Mapping[str, Tensor], y: Mapping[str, Tensor], *, graph: SymmetryGraph | None = None
+    x: States,
+    y: States,
+    *,
+    graph: SymmetryGraph | None = None,
 ) -> Tensor:
-    """Squared MMD of two sets of stacked networks ``(S, ...)``, mean over their tensors; without symmetries it is NS.
+    """Squared MMD of two lists or stacks of networks, mean over their tensors; without symmetries it is NS.
 
     "MMD computed after the removal of the symmetries" is what arXiv 2310.08287 calls NS. How that paper makes one
     number of its layers' values is not published; the mean over tensors is our choice. With a ``graph`` only parameters
@@ -84,21 +87,21 @@ def checked_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_vectors(
-    states: Mapping[str, Tensor],
+    states: States,
     *,
     graph: SymmetryGraph | None = None,
     removed: RemovalName | Removal = "paper",
 ) -> dict[str, Tensor]:
     """The vectors ``(S, D)`` that :func:`network_discrepancy` compares, by the names of the tensors."""
-    if graph is not None:
-        given = require_state(states, "states")  # a form in half precision would be rounded once more
-        wide = {n: t.float() if t.is_floating_point() and t.itemsize < 4 else t for n, t in given.items()}
+    stack = require_state(as_stack(states), "states")
+    if graph is not None:  # a form in half precision would be rounded once more
+        wide = {n: t.float() if t.is_floating_point() and t.itemsize < 4 else t for n, t in stack.items()}
         form = removal(removed).apply(graph, wide)
-        states = {name: form[name] for name in graph.shapes if name not in graph.buffers}
-    if states and not any(t.is_floating_point() for t in require_state(states, "states").values()):
-        kinds = sorted({str(t.dtype) for t in states.values()})
+        stack = {name: form[name] for name in graph.shapes if name not in graph.buffers}
+    if stack and not any(t.is_floating_point() for t in stack.values()):
+        kinds = sorted({str(t.dtype) for t in stack.values()})
         raise SymmetryError(f"the states hold no real floating-point weights to compare, only {kinds}")
-    return {name: t.detach().flatten(1) for name, t in states.items() if t.is_floating_point()}
+    return {name: t.detach().flatten(1) for name, t in stack.items() if t.is_floating_point()}
 
 
 def mean_kernel(distances: Sequence[Tensor], count_x: int) -> Tensor:

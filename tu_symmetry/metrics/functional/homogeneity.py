@@ -6,7 +6,6 @@ Corollary of arXiv 2310.08287: they do, if the weights of each layer are initial
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tu_symmetry.metrics.functional.resampling import p_value
 from tu_symmetry.scaling.removal import incoming_member, unit_rows
-from tu_symmetry.states import check_tensor, evenly
+from tu_symmetry.states import States, as_stack, check_tensor, evenly
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
 
@@ -77,8 +76,8 @@ def marginal_homogeneity(
     return HomogeneityTest(observed, p_value(null, observed, rounding=1e-5 * observed))
 
 
-def unit_samples(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What :func:`marginal_homogeneity` tests: each group's ``[S, *blocks, units, weights]`` in stacked states.
+def unit_samples(graph: SymmetryGraph, states: States) -> dict[str, Tensor]:
+    """What :func:`marginal_homogeneity` tests: each group's ``[S, *blocks, units, weights]`` in a list or a stack.
 
     Of 64 units at most, evenly spaced, these are 16 incoming weights at most, likewise, and the vectors that belong to
     the unit (biases, gains).
@@ -87,16 +86,17 @@ def unit_samples(graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str
         SymmetryError: states of another architecture, NaN or infinite weights.
         ValueError: no leading sample axis, or several.
     """
-    if graph.check_state(states) != 1:
-        raise ValueError("expected stacked states with one leading sample axis")
+    stack = as_stack(states)
+    if graph.check_state(stack) != 1:
+        raise ValueError("expected a list of states, or stacked ones with one leading sample axis")
     found = {}
     for group in graph.permutations:
         if group.size < 2:
             continue
         incoming = incoming_member(graph, group)
-        rows = unit_rows(graph, group, incoming, states)
+        rows = unit_rows(graph, group, incoming, stack)
         vectors = [
-            unit_rows(graph, group, m, states)
+            unit_rows(graph, group, m, stack)
             for m in group.members
             if m is not incoming and m.parameter not in graph.buffers and len(graph.shapes[m.parameter]) == 1
         ]
@@ -116,23 +116,24 @@ class LargestWeight:
 
 def largest_weights(
     graph: SymmetryGraph,
-    states: Mapping[str, Tensor],
+    states: States,
     *,
     num_resamples: int = 999,
     generator: torch.Generator | None = None,
 ) -> dict[str, LargestWeight]:
-    """Where the largest incoming weight of each group of more than one unit is in stacked states ``(S, ...)``.
+    """Where the largest incoming weight of each group of more than one unit is in a list of states or a stack.
 
     For independent networks the unit is uniform (corollary of arXiv 2310.08287); a chain that stays with one order of
     the units keeps it.
     """
-    if graph.check_state(states) != 1:
-        raise ValueError("expected stacked states with one leading sample axis")
+    stack = as_stack(states)
+    if graph.check_state(stack) != 1:
+        raise ValueError("expected a list of states, or stacked ones with one leading sample axis")
     source = own_generator(generator)
     found = {}
     for group in graph.permutations:
         if group.size > 1:
-            rows = unit_rows(graph, group, incoming_member(graph, group), states)
+            rows = unit_rows(graph, group, incoming_member(graph, group), stack)
             index = rows.amax(-1).flatten(1).argmax(1)
             found[group.name] = _uniform_counts(index, math.prod(group.shape), num_resamples, source)
     return found

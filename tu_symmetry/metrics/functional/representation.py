@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.states import States, as_stack
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -26,17 +26,18 @@ class RepresentationCosts:
         return torch.where(self.mass == self.minimal_mass, 1.0, self.mass / self.minimal_mass)
 
 
-def representation_costs(graph: SymmetryGraph, states: Mapping[str, Tensor], **options: Any) -> RepresentationCosts:
-    """Mass and representation cost (arXiv 2310.08287, section 6) of each network of a stack, or of one.
+def representation_costs(graph: SymmetryGraph, states: States, **options: Any) -> RepresentationCosts:
+    """Mass and representation cost (arXiv 2310.08287, section 6) of each network of a list or a stack, or of one.
 
     Laws: the minimal mass is the same all along the orbits of the scale groups, and under permutations. The options are
     those of :func:`~tu_symmetry.canonicalize`.
     """
-    lead = graph.check_state(states)
-    count = len(next(iter(states.values()))) if lead else 1
+    stack = as_stack(states)
+    lead = graph.check_state(stack)
+    count = len(next(iter(stack.values()))) if lead else 1
     if lead > 1 or count == 0:
         raise ValueError(f"expected a state or a stack of states; this one has {lead} sample axes and {count} samples")
-    singles = [{n: t[i] for n, t in states.items()} for i in range(count)] if lead else [dict(states)]
+    singles = [{n: t[i] for n, t in stack.items()} for i in range(count)] if lead else [dict(stack)]
     forms = [canonicalize(graph, single, certify=False, **options) for single in singles]
     masses = [(form.mass_before, form.mass_after) for form in forms]
     return RepresentationCosts(*torch.tensor(masses, dtype=torch.float64, device="cpu").unbind(1))

@@ -25,7 +25,7 @@ from tu_symmetry.metrics.functional.discrepancy import (
     weight_vectors,
 )
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
-from tu_symmetry.states import SymmetryError, require_state
+from tu_symmetry.states import States, SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator
@@ -61,8 +61,8 @@ class _Store(Protocol):
 
 
 def discrepancy_test(
-    x: Mapping[str, Tensor] | _Store,
-    y: Mapping[str, Tensor] | _Store,
+    x: States | _Store,
+    y: States | _Store,
     *,
     graph: SymmetryGraph | None = None,
     permutations: int = 199,
@@ -78,8 +78,8 @@ def discrepancy_test(
     well. Near zero, where the estimate is degenerate, the interval is too wide.
 
     Args:
-        x: stacked states ``(S, ...)``, or a store such as :class:`~tu_symmetry.posterior.samples.SampleStore`, which is
-            read tensor after tensor.
+        x: a list of states, stacked ones ``(S, ...)``, or a store such as
+            :class:`~tu_symmetry.posterior.samples.SampleStore`, which is read tensor after tensor.
         y: the reference ``(T, ...)``, of the same kind.
         graph: removes symmetries; see :func:`~tu_symmetry.metrics.functional.network_discrepancy`.
         permutations: number of relabelings; the least p-value is ``1 / (permutations + 1)``.
@@ -93,15 +93,15 @@ def discrepancy_test(
     """
     options: dict[str, Any] = {"permutations": permutations, "bootstraps": bootstraps, "generator": generator}
     options["removed"] = "nothing" if graph is None else removal("paper").name
-    if isinstance(x, Mapping) and isinstance(y, Mapping):
+    if isinstance(x, (Mapping, list, tuple)) and isinstance(y, (Mapping, list, tuple)):
         sets = [weight_vectors(s, graph=graph) for s in (x, y)]
         require_same_names(*sets)
         return vectors_test(*sets, **options)
-    if isinstance(x, Mapping) or isinstance(y, Mapping):
+    if isinstance(x, (Mapping, list, tuple)) or isinstance(y, (Mapping, list, tuple)):
         raise ValueError("one set is a stack and the other a store: give both as stores, or both as stacks")
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        members = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
+        members: list[Any] = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
         return _streamed(members, graph, memory)
 
     return _test((len(x), len(y)), parts, **options)

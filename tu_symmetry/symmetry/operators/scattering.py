@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, moving
-from tu_symmetry.symmetry.ledger import Ledger
+from tu_symmetry.symmetry.algebra import Array, Label, Term, Value, along, moving, units_of
+from tu_symmetry.symmetry.ledger import Ledger, Mark
 from tu_symmetry.symmetry.operators.indexing import joined, meet, picked
 from tu_symmetry.symmetry.operators.pointwise import join_labels
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -72,19 +72,20 @@ def _index_add(call: Call) -> Value:
 def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given: Value) -> Value:
     """The value with other content at known positions: ``[u0, u1, u2]`` -> ``[u0, p, u2]`` with a new place p.
 
-    Positions that are given the same content are one place.
+    Where zeros are written, units remain, told apart from the others: they may move among themselves.
     """
     size = value.shape[axis]
     kept = np.setdiff1d(np.arange(size), positions)
+    label = value.labels[axis]
+    if given.zero and len(label) == 1 and len(units_of([label])) == label[0].size:
+        zeros = np.isin(np.arange(size), positions).astype(np.int64)
+        ledger.marks.append(Mark(label[0], along(zeros, axis, value.ndim), "overwritten with zeros"))
+        return Value(value.shape, value.labels, value.reasons, value.scale)
     gone = views.take(ledger, value, axis, positions)
     ledger.forget(gone, axis, "overwritten")
     places: Label = (along(ledger.fresh_places(len(positions)), axis, value.ndim),)
     if moving(given.labels[axis]):  # units that arrive
         places = given.labels[axis]
-    elif given.labels[axis]:
-        codes = np.stack(np.broadcast_arrays(*views.in_full(given, axis)), axis=-1)
-        rows = np.moveaxis(codes, axis, 0).reshape(codes.shape[axis], -1)
-        places = (places[0].take(np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1), axis),)
     given = replace(given.with_axis(axis, label=places), parameter=None)
     if not len(kept):
         return given
