@@ -205,10 +205,6 @@ def merge(
         state = correct(model, aligned.only(chosen), [shares[k] for k in chosen], state, data, correction)
         if functions:
             scores["corrected"] = measure(model, state, held, functions)
-<<<<<<< HEAD
-    ensemble = kept.get("scores/ensemble", {})
-    return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified, ensemble)
-=======
     elif len(chosen) > 1 and batchnorm_layers(model):
         warnings.warn(
             f"{type(model).__name__} has BatchNorm, whose running statistics are stale: averages of those of "
@@ -217,11 +213,8 @@ def merge(
             StaleStatisticsWarning,
             stacklevel=3,
         )
-    proof = certificates, uncertified
-    return Merged(
-        state, shares, permutations, counts, correction, members, scores, *proof, kept.get("scores/ensemble", {})
-    )
->>>>>>> main
+    ensemble = kept.get("scores/ensemble", {})
+    return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified, ensemble)
 
 
 class _Ensemble:
