@@ -105,8 +105,6 @@ class FitCompactPosterior(Callback):
         why = why_not_held_out(held_out, loader, trainer)
         if held_out is not None and inputs_and_targets(next(iter(held_out)))[1].is_floating_point():
             why = "the targets of the validation data are no classes"
-        if why:
-            rank_zero_info("q_d and q_r are not measured beside one network: %s", why)
         for name, q, path in (("q_d", q_d, self.q_d), ("q_r", q_r, self.q_r)):
             q.save(path)
             if held_out is not None and not why:
@@ -116,9 +114,9 @@ class FitCompactPosterior(Callback):
                 found |= {f"temperature_{name}": judged.temperature, f"gain_{name}": judged.gain}
                 rank_zero_info("%s on held-out data: %s", name, judged.verdict)
                 q.save(path)
-        rank_zero_info(
-            "compact posterior of %d networks: %s", len(states), ", ".join(f"{n} {v:.4g}" for n, v in found.items())
-        )
+        shown = ", ".join(f"{n} {v:.4g}" for n, v in found.items())
+        left = f" (not measured beside one network: {why})" if why else ""
+        rank_zero_info("compact posterior of %d networks: %s%s", len(states), shown, left)
         ordered = any(isinstance(c, Rebasin) and c.in_place for c in trainer.callbacks)  # type: ignore[attr-defined]
         if ordered or not any(moved):
             why = "Rebasin(in_place=True) has aligned the networks" if ordered else "the networks were aligned"
