@@ -96,14 +96,11 @@ class FitCompactPosterior(Callback):
             data = {"model": copied.to(pl_module.device), "dataloader": loader}
         q_r = CompactPosterior.from_states(states, graph, match_on=self.match_on, **data)
         moved = q_r.metadata["transpositions"][1:]  # the first is the reference
-        found = {
-            "sigma_q_d": q_d.rms(),
-            "sigma_q_r": q_r.rms(),
-            "NoT": sum(moved) / len(moved),
-        }
+        found = {"sigma_q_d": q_d.rms(), "sigma_q_r": q_r.rms(), "NoT": sum(moved) / len(moved)}
         held_out = validation_loader(trainer)
         why = why_not_held_out(held_out, loader, trainer)
-        if held_out is not None and inputs_and_targets(next(iter(held_out)))[1].is_floating_point():
+        targets = torch.zeros(1) if held_out is None else inputs_and_targets(next(iter(held_out)))[1]
+        if held_out is not None and (targets.ndim != 1 or targets.is_floating_point()):
             why = "the targets of the validation data are no classes"
         for name, q, path in (("q_d", q_d, self.q_d), ("q_r", q_r, self.q_r)):
             q.save(path)
