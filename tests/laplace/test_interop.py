@@ -142,7 +142,7 @@ def test_calls_and_samples_are_theirs(kind: str) -> None:
     else:
         mean, covariance = other(x)
         torch.testing.assert_close(la(x).mean, mean)
-        variance = covariance.diagonal(dim1=-2, dim2=-1) + la.noise_variance
+        variance = covariance.diagonal(dim1=-2, dim2=-1) + float(other.sigma_noise) ** 2
         torch.testing.assert_close(la(x).variance, variance)
     states = la.sample(count)
     own = torch.cat([states[name].flatten(1) for name, _ in model.named_parameters()], dim=1)
