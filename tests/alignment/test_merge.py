@@ -132,7 +132,7 @@ def test_the_ensemble_and_the_verdict_stand_beside_a_merge() -> None:
     least = min(losses, key=lambda name: losses[name])
     assert ("is the best" if least == "merged" else f"take network {least} alone") in found.verdict
     planted = replace(found, scores={"naive": {"loss": 0.01}, "aligned": {"loss": 0.02}})
-    assert planted.verdict.endswith("take the mean as they are")
+    assert planted.verdict.endswith("take the naive mean")
 
     class Shuffled:
         def __iter__(self) -> Any:

@@ -13,6 +13,7 @@ from trainings import digits, digits_network, epochs, run_cli
 
 import tu_symmetry as tus
 from tu_symmetry.callbacks import FitCompactPosterior, Rebasin, compact
+from tu_symmetry.posterior.assessment import TEMPERATURES
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines import HMCRoutine, VariationalRoutine
@@ -33,13 +34,15 @@ def test_planted_permutations_are_removed(tmp_path: Path, match_on: Any, monkeyp
     said: list[str] = []
     monkeypatch.setattr(compact, "rank_zero_info", lambda text, *values: said.append(text % values))
     epochs(tmp_path, 1, fitting).fit(VariationalRoutine(smooth), datamodule=digits())
-    assert len(said) == 1 and said[0].startswith("compact posterior of 4 networks: sigma_q_d ")
+    assert sum("posterior of 4 networks: sigma_q_d " in line for line in said) == 1 and "FitLaplace" not in str(said)
+    assert "q_r: " not in str(said)
     q_r, q_d = (CompactPosterior.load(path) for path in files.values())
     assert float(q_r.sigma().max()) < 1e-6 and float(q_d.sigma().max()) > 0.05
     assert all(torch.allclose(t, first[name], atol=1e-6) for name, t in q_r.mean.items())
     expected = torch.stack([s["1.weight"].double() for s in states])
     assert torch.allclose(q_d.mean["1.weight"].double(), expected.mean(0), atol=1e-6)
     assert torch.allclose(q_d.std["1.weight"].double(), expected.std(0), atol=1e-6)
+    assert "verdict" not in q_r.metadata  # these validation data are the test data
     assert q_r.metadata["match_on"] == match_on and q_r.metadata["aligned"] is True
     assert q_r.metadata["transpositions"] == [0, *map(tus.transposition_count, permutations)]
 
@@ -64,18 +67,25 @@ def test_q_d_of_aligned_networks_is_said_to_be_q_r(
     epochs(tmp_path, 0, *rebasins[: in_place is not None], fitting).fit(VariationalRoutine(net), datamodule=digits())
     expected = "is near" if moves else "equals"
     found = [line for line in said if line.startswith(f"q_d {expected} q_r: ")]
-    assert len(found) == (not moves or in_place is True) == len(said) - 1
+    assert len(found) == (not moves or in_place is True) == str(said).count(" q_r: ")
     assert ("Rebasin" in "".join(found)) == (in_place is True)
 
 
 def test_samples_of_the_same_run(tmp_path: Path) -> None:
     routine = HMCRoutine(digits_network(), 0.02, leapfrog_steps=3, burn_in=2, samples=tmp_path / "s")
     fitting = FitCompactPosterior(tmp_path / "s", q_r=tmp_path / "q_r", q_d=tmp_path / "q_d", num_samples=3)
-    epochs(tmp_path, None, fitting, max_steps=9).fit(routine, datamodule=digits(batch_size="full"))
+    held_out = digits(batch_size="full", val_size=40)
+    epochs(tmp_path, None, fitting, max_steps=9).fit(routine, datamodule=held_out)
     expected = SampleStore.open(tmp_path / "s").stack([0, 3, 6])["layers.1.bias"].double()
     q = CompactPosterior.load(tmp_path / "q_d")
     assert torch.allclose(q.mean["layers.1.bias"].double(), expected.mean(0), atol=1e-6)
     assert torch.allclose(q.std["layers.1.bias"].double(), expected.std(0), atol=1e-6)
+    states = SampleStore.open(tmp_path / "s").stack([0, 3, 6])
+    for name in ("q_d", "q_r"):
+        q = CompactPosterior.load(tmp_path / name)
+        judged = q.assess(digits_network(), states, held_out.val_dataloader(), generator=generator(0))
+        assert q.metadata["scores"]["one member"]["nll"] == pytest.approx(judged.scores["one member"]["nll"], rel=1e-4)
+        assert q.metadata["temperature"] in TEMPERATURES and "one member" in q.metadata["verdict"]
     with pytest.raises(FileExistsError, match="is there already"):
         epochs(tmp_path, 2, fitting).fit(VariationalRoutine(digits_network()), datamodule=digits())
 

@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("cud
 FAST = (
     "compact_posterior/digits",
     "compact_posterior/transpositions",
-    "federated/digits",
     "linearized_laplace/toy",
     "rebasin/fashion-small",
     "representation_cost/mnist",

@@ -61,6 +61,10 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
     for row in ("agreement", "tv", "accuracy", "mean_accuracy"):
         assert all(v is None or 0 <= v <= 1 for v in found[row].values())
     assert set(found["mean_accuracy"]) == {"hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q"}
+    for row in ("agreement", "tv", "accuracy", "nll", "storage"):
+        assert {f"{run}/{rival}" for run in ("hmc", "ensemble") for rival in ("member", "noise")} <= set(found[row])
+    assert [found["storage"][f"ensemble/{c}"] for c in ("sample", "q_r", "member", "noise")] == [3, 2, 1, 1]
+    assert "Ensemble: one member with noise" in text
     assert "0.8249" in text and f"{found['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
     q_r = CompactPosterior.load(out / "ensemble" / "q_r.safetensors")
     assert len(q_r.metadata["transpositions"]) == 3 and q_r.metadata["transpositions"][0] == 0  # the reference

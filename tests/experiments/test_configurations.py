@@ -62,6 +62,12 @@ def test_the_commands_of_the_readmes_parse(lightning: LightningArgumentParser, m
         (build_parser() if words[0] == "run" else lightning).parse_args(words[words[0] == "run" :])
 
 
+def test_the_readmes_say_how_long_a_table_takes() -> None:
+    for table in RECIPES.rglob("table.yaml"):
+        lines = re.findall(r"^    tu-symmetry table .*$", (table.parent / "README.md").read_text(), re.MULTILINE)
+        assert re.search(r"  # (.*\d.* (s|minutes) of processor time|not run)", lines[0]), table
+
+
 @pytest.mark.parametrize("recipe", RUNS)
 def test_every_command_runs_by_itself(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

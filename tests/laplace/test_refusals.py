@@ -163,7 +163,6 @@ def closed_over(model: nn.Module) -> nn.Module:
         (lambda m: type(m), "a type"),
         (nn.DataParallel, r"DataParallel.*model\.module"),
         (lambda m: torch.jit.trace(m, X), "TorchScript"),
-        (torch.compile, r"torch\.compile"),
         (closed_over, r"forward was set on the instance of .*MethodType"),
     ],
 )

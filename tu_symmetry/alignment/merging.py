@@ -37,7 +37,6 @@ Weights = Literal["equal"] | Sequence[float]
 Scores = dict[str, float]
 Kept = MutableMapping[str, Any]
 _HALF = (torch.float16, torch.bfloat16)
-NAIVE = {"naive": "", "naive_corrected": ", corrected"}
 _PIECE = 2**18  # entries that are worked on at a time
 
 
@@ -82,16 +81,14 @@ class Merged(Brief):
         """Whether the merged network pays: its loss beside those of its rivals, in words; empty without a loss."""
         if not self.scores:
             return ""
-        own, best = list(self.scores.values())[-1]["loss"], min(range(len(self.members)), key=self._loss)
-        rivals = {f"network {best} alone": self._loss(best)}
-        rivals |= {f"the mean as they are{w}": self.scores[k]["loss"] for k, w in NAIVE.items() if k in self.scores}
-        rival = min(rivals, key=lambda name: rivals[name])
+        losses = {f"network {k} alone": one["loss"] for k, one in enumerate(self.members)}
+        best = min(losses, key=lambda name: losses[name])
+        rivals = {best: losses[best]}
+        rivals |= {f"the {k.replace('_', ', ')} mean": one["loss"] for k, one in self.scores.items() if "naive" in k}
+        rival, own = min(rivals, key=lambda name: rivals[name]), list(self.scores.values())[-1]["loss"]
         shown = {"merged": own, **rivals, **({"the ensemble": self.ensemble["loss"]} if self.ensemble else {})}
         better = "the merged network is the best of one network's size" if own < rivals[rival] else f"take {rival}"
         return f"loss of {', '.join(f'{name} {value:.4g}' for name, value in shown.items())}: {better}"
-
-    def _loss(self, k: int) -> float:
-        return self.members[k]["loss"]
 
     @property
     def barriers(self) -> dict[str, float]:
@@ -216,10 +213,8 @@ def merge(
             StaleStatisticsWarning,
             stacklevel=3,
         )
-    proof = certificates, uncertified
-    return Merged(
-        state, shares, permutations, counts, correction, members, scores, *proof, kept.get("scores/ensemble", {})
-    )
+    ensemble = kept.get("scores/ensemble", {})
+    return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified, ensemble)
 
 
 class _Ensemble:
@@ -239,12 +234,13 @@ class _Ensemble:
         def add(outputs: Any, targets: Tensor) -> Any:
             k = next(places)
             if k == len(self.sums):
-                self.sums.append(torch.zeros((), dtype=torch.float64, device=targets.device))
                 self.data.append((targets, getattr(outputs, "dtype", torch.float64)))
+                self.sums.append(torch.zeros((), dtype=torch.float64, device=targets.device))
             self.ordered &= isinstance(outputs, Tensor) and torch.equal(self.data[k][0], targets)
             if self.ordered:
-                part = outputs.double()
-                self.sums[k] = self.sums[k] + share * (part.softmax(1) if self.classes else part)
+                self.sums[k] = self.sums[k] + share * (
+                    outputs.double().softmax(1) if self.classes else outputs.double()
+                )
             return 0.0
 
         return {"_seen": add}

@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.held_out import is_tested_on, share_samples, validation_loader
+from tu_symmetry.callbacks.held_out import validation_loader, why_not_held_out
 from tu_symmetry.callbacks.members import (
     as_input,
     copy_of,
@@ -32,10 +32,9 @@ from tu_symmetry.symmetry.discovery import discover_symmetries
 class FitCompactPosterior(Callback):
     """Fits q_d (networks as they are) and q_r (permuted into one basin) when a fit ends, and writes them.
 
-    The networks are those of a sample store, which this very run may have written. Rank 0 does the work. Where a
-    classifier has validation data that are neither trained on nor tested on, both are measured there beside one
-    network, with noise too, and the ensemble (:meth:`CompactPosterior.assess`): each file's metadata hold the scores,
-    the verdict, and the ``temperature`` that :meth:`CompactPosterior.tempered` takes.
+    The networks are those of a sample store, which this very run may have written. Rank 0 does the work. On validation
+    data that are neither trained on nor tested on both are measured (:meth:`CompactPosterior.assess`): each file's
+    metadata hold the scores, the verdict, and the ``temperature`` that :meth:`CompactPosterior.tempered` takes.
 
     Logged once: ``compact/NoT`` (mean number of transpositions to the first network), ``compact/sigma_q_d`` and
     ``compact/sigma_q_r`` (root mean square of the standard deviations), and of each posterior that was measured
@@ -97,44 +96,27 @@ class FitCompactPosterior(Callback):
             data = {"model": copied.to(pl_module.device), "dataloader": loader}
         q_r = CompactPosterior.from_states(states, graph, match_on=self.match_on, **data)
         moved = q_r.metadata["transpositions"][1:]  # the first is the reference
-        found = {
-            "sigma_q_d": q_d.rms(),
-            "sigma_q_r": q_r.rms(),
-            "NoT": sum(moved) / len(moved),
-        }
-        held_out = self._held_out(trainer, loader)
+        found = {"sigma_q_d": q_d.rms(), "sigma_q_r": q_r.rms(), "NoT": sum(moved) / len(moved)}
+        held_out = validation_loader(trainer)
+        why = why_not_held_out(held_out, loader, trainer)
+        targets = torch.zeros(1) if held_out is None else inputs_and_targets(next(iter(held_out)))[1]
+        if held_out is not None and (targets.ndim != 1 or targets.is_floating_point()):
+            why = "the targets of the validation data are no classes"
         for name, q, path in (("q_d", q_d, self.q_d), ("q_r", q_r, self.q_r)):
             q.save(path)
-            if held_out is not None:
+            if held_out is not None and not why:
                 generator = torch.Generator().manual_seed(0)
                 judged = q.assess(copied.to(pl_module.device), states, held_out, generator=generator)
                 q.metadata |= {"temperature": judged.temperature, "scores": judged.scores, "verdict": judged.verdict}
                 found |= {f"temperature_{name}": judged.temperature, f"gain_{name}": judged.gain}
                 rank_zero_info("%s on held-out data: %s", name, judged.verdict)
                 q.save(path)
-        rank_zero_info(
-            "compact posterior of %d networks: %s", len(states), ", ".join(f"{n} {v:.4g}" for n, v in found.items())
-        )
+        shown = ", ".join(f"{n} {v:.4g}" for n, v in found.items())
+        left = f" (not measured beside one network: {why})" if why else ""
+        rank_zero_info("compact posterior of %d networks: %s%s", len(states), shown, left)
         ordered = any(isinstance(c, Rebasin) and c.in_place for c in trainer.callbacks)  # type: ignore[attr-defined]
         if ordered or not any(moved):
             why = "Rebasin(in_place=True) has aligned the networks" if ordered else "the networks were aligned"
-            equal = "is near" if any(moved) else "equals"
-            rank_zero_info(f"q_d {equal} q_r: {why} before they were stored, so that q_d is not of networks as trained")
+            rank_zero_info("q_d %s q_r: %s before they were stored", "is near" if any(moved) else "equals", why)
         for logger in trainer.loggers:
             logger.log_metrics({f"compact/{name}": value for name, value in found.items()}, step=trainer.global_step)
-
-    def _held_out(self, trainer: Trainer, training: DataLoader[Any]) -> DataLoader[Any] | None:
-        """The validation data, where they are held out and have classes."""
-        found = validation_loader(trainer)
-        if found is None:
-            why = "there are no validation data (in batches of inputs and targets)"
-        elif (y := inputs_and_targets(next(iter(found)))[1]).ndim != 1 or y.is_floating_point():
-            why = "the targets of the validation data are no classes"
-        elif share_samples(found, training):
-            why = "the validation data are training data"
-        elif is_tested_on(found, trainer):
-            why = "the validation data are the test data"
-        else:
-            return found
-        rank_zero_info("q_d and q_r are not measured beside one network: %s", why)
-        return None

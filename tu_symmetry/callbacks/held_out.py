@@ -81,6 +81,15 @@ def is_tested_on(loader: DataLoader[Any], trainer: Trainer) -> bool:
     return tests is not None and share_samples(loader, tests)
 
 
+def why_not_held_out(found: DataLoader[Any] | None, training: DataLoader[Any], trainer: Trainer) -> str:
+    """Why nothing is to be chosen on data, in words; empty for data that are neither trained on nor tested on."""
+    if found is None:
+        return "there are no validation data (in batches of inputs and targets)"
+    if share_samples(found, training):
+        return "the validation data are training data"
+    return "the validation data are the test data" if is_tested_on(found, trainer) else ""
+
+
 def share_samples(first: DataLoader[Any], second: DataLoader[Any]) -> bool:
     """Whether two loaders show a sample in common, as far as their data sets tell.
 

@@ -19,7 +19,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.held_out import at_most, calibration_loader, is_tested_on, share_samples, spread
+from tu_symmetry.callbacks.held_out import (
+    at_most,
+    calibration_loader,
+    is_tested_on,
+    spread,
+    why_not_held_out,
+)
 from tu_symmetry.callbacks.laplace_choice import (
     DECIDING,
     JOINT,
@@ -452,13 +458,7 @@ class FitLaplace(Callback):
             found = self._trained.validation
         if self.calibrate is True or self.calibration_data is not None:
             return found
-        if found is None:
-            why = "there are no validation data (in batches of inputs and targets)"
-        elif share_samples(found, training):
-            why = "the validation data are training data"
-        elif is_tested_on(found, trainer):
-            why = "the validation data are the test data"
-        else:
+        if not (why := why_not_held_out(found, training, trainer)) and found is not None:
             size = len(training.dataset) if isinstance(training.dataset, Sized) else 0
             return at_most(found, max(_HELD_OUT, size // _PART))
         self._warn(why)

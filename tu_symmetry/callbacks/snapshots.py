@@ -8,12 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 
-from tu_symmetry.callbacks.members import (
-    ModuleSource,
-    check_same_architecture,
-    require_whole_weights,
-    trained_networks,
-)
+from tu_symmetry.callbacks.members import ModuleSource, check_same_architecture, require_whole_weights, trained_networks
 from tu_symmetry.callbacks.schedule import ScheduledCallback
 from tu_symmetry.routines.runs import StoredRun, fingerprint_of
 

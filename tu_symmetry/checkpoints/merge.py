@@ -102,10 +102,7 @@ def merge_files(
     classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
     metrics: dict[str, Any] = {"accuracy": accuracy} if classes else {}
     out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        working_folder(working, made_of) as kept,
-        track("measuring, aligning and averaging", len(files)) as tracker,
-    ):
+    with working_folder(working, made_of) as kept, track("measuring, aligning and averaging", len(files)) as tracker:
         clear_scratch(out.parent, of={path.name for path in (out, *reports, working)})
         merged = merge(
             graph,

@@ -86,6 +86,11 @@ def _apart(method: Callable[Concatenate[LinearizedLaplace, P], R]) -> Callable[C
     return run
 
 
+def _of_fit(name: str, doc: str) -> Any:
+    """A property that is an attribute of the fit."""
+    return property(lambda laplace: getattr(laplace.fitted, name), doc=doc)
+
+
 class LinearizedLaplace(Brief):
     """Linearized Laplace with a prior precision for each group of weights, chosen by the evidence.
 
@@ -262,50 +267,15 @@ class LinearizedLaplace(Brief):
         self._fitted = self._fitted.on(next(self.model.parameters()).device)
         return self._fitted
 
-    @property
-    def prior_groups(self) -> PriorGroups:
-        """The groups of weights that share a precision."""
-        return self.fitted.groups
-
-    @property
-    def log_precision(self) -> Tensor:
-        """Log of their precisions, float64 ``[groups]``."""
-        return self.fitted.log_precision
-
-    @property
-    def noise_variance(self) -> float:
-        """The variance of a regression's noise by the evidence, or as given (1 for another likelihood)."""
-        return self.fitted.noise_variance
-
-    @property
-    def solution(self) -> Mode:
-        """The weights ``theta`` and how well they solve their problem."""
-        return self.fitted.solution
-
-    @property
-    def summary(self) -> Summary:
-        """Number of samples and outputs, and the loss at the linearization point."""
-        return self.fitted.summary
-
-    @property
-    def temperature(self) -> float:
-        """Factor of the posterior covariance in predictions: 1, or what :meth:`calibrate` has chosen."""
-        return self.fitted.temperature
-
-    @property
-    def sharpness(self) -> float:
-        """Power of the likelihood in predictions (logits times it, noise over it): 1, or what calibrate has chosen."""
-        return self.fitted.sharpness
-
-    @property
-    def posterior(self) -> Posterior:
-        """The Gaussian over the weights (its mean is the linearization point)."""
-        return self.fitted.posterior
-
-    @property
-    def theta(self) -> Tensor:
-        """The weights that the evidence is evaluated at, ``theta*`` or the linearization point: ``[size]``."""
-        return self.fitted.theta
+    prior_groups: PriorGroups = _of_fit("groups", "The groups of weights that share a precision.")
+    log_precision: Tensor = _of_fit("log_precision", "Log of their precisions, float64 ``[groups]``.")
+    noise_variance: float = _of_fit("noise_variance", "Variance of a regression's noise by the evidence, or as given.")
+    solution: Mode = _of_fit("solution", "The weights ``theta`` and how well they solve their problem.")
+    summary: Summary = _of_fit("summary", "Number of samples and outputs, and the loss at the linearization point.")
+    temperature: float = _of_fit("temperature", "Factor of the posterior covariance in predictions: 1, or calibrate's.")
+    sharpness: float = _of_fit("sharpness", "Power of the likelihood (logits times it, noise over it), likewise.")
+    posterior: Posterior = _of_fit("posterior", "The Gaussian over the weights (its mean is the linearization point).")
+    theta: Tensor = _of_fit("theta", "The weights ``[size]`` of the evidence: ``theta*``, or the trained ones.")
 
     def facts(self) -> list[tuple[str, str]]:
         """What was fitted: the network, the options, the sizes, and what predictions use."""

@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tu_symmetry.states import (
     SymmetryError,
     as_given,
     layout_of,
+    require_alike,
     require_same,
     require_state,
     unstack,
@@ -203,11 +204,12 @@ class CompactPosterior:
 
     def isotropic(self, state: Mapping[str, Tensor]) -> CompactPosterior:
         """The rival that needs no fit: one network, each weight with this posterior's :meth:`rms`."""
-        require_same(layout_of(state), layout_of(self.mean), "the state", "the posterior's mean")
-        return self._of(as_given(state, dict(state)), {n: torch.full_like(t, self.rms()) for n, t in self.std.items()})
+        require_alike(state, self.mean, "the state", "the posterior's mean")
+        mean = as_given(state, {n: t.to(self.mean[n]) for n, t in state.items()})
+        return self._of(mean, {n: torch.full_like(t, self.rms()) for n, t in self.std.items()})
 
     def rms(self) -> float:
-        """The root mean square of the standard deviations, which is that of the distances of draws to the mean."""
+        """The root mean square of the standard deviations."""
         return float(self.sigma().double().square().mean().sqrt())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -282,16 +284,16 @@ class CompactPosterior:
             ValueError: outputs or targets of another shape, an empty loader, an NLL that is NaN.
         """
         members: Sequence[Mapping[str, Tensor]] = states if isinstance(states, SampleStore) else unstack(states)
-        generator = own_generator(generator)
-        device = next(iter(self.mean.values())).device
+        generator, device = own_generator(generator), next(iter(self.mean.values())).device
         data = list(labeled_batches(validation_loader, device))
         targets = torch.cat([y for _, y in data])
         own, noisy = (q.sample(num_samples, generator=generator) for q in (self, self.isotropic(members[0])))
 
-        def predictive(networks: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        def predictive(networks: Iterable[Mapping[str, Tensor]], scale: float = 1.0) -> Tensor:
             each = []
             for network in networks:
-                state = {n: t.to(device) for n, t in network.items()}
+                state = {n: torch.lerp(self.mean[n], t, scale) if scale != 1 and n in self.std else t.to(self.mean[n])
+                         for n, t in network.items()}  # fmt: skip
                 outputs = torch.cat([forward(model, state, x) for x, _ in data])
                 if outputs.ndim != 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
                     raise ValueError(
@@ -301,20 +303,11 @@ class CompactPosterior:
                 each.append(outputs.double().softmax(-1))
             return torch.stack(each).mean(0)
 
-        def tempered(temperature: float) -> Iterator[State]:
-            for draw in unstack(own):
-                yield {
-                    n: torch.lerp(self.mean[n], t, temperature**0.5) if n in self.std else t for n, t in draw.items()
-                }
-
         with evaluating(model):
-            predictives = {
-                "ensemble": predictive(members),
-                "one member": predictive([members[0]]),
-                "one member with noise": predictive(unstack(noisy)),
-            }
-            heated = {t: predictive(tempered(t) if t else [self.mean]) for t in TEMPERATURES}
-        return assess_predictives(predictives, heated, targets, len(members))
+            rivals = {"ensemble": members, "one member": [members[0]], "one member with noise": unstack(noisy)}
+            found = {name: predictive(networks) for name, networks in rivals.items()}
+            heated = {t: predictive(unstack(own) if t else [self.mean], t**0.5 or 1.0) for t in TEMPERATURES}
+        return assess_predictives(found, heated, targets, len(members))
 
     def _of(self, mean: State, std: Mapping[str, Tensor]) -> CompactPosterior:
         return CompactPosterior(mean, std, aliases=self._aliases(), metadata=self.metadata)

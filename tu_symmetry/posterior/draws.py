@@ -36,7 +36,8 @@ def network_draws(source: Any, count: int, *, inputs: Tensor | None = None, seed
     ValueError.
     """
     if isinstance(source, LinearizedLaplace):
-        return Draws("laplace", laplace_draws(source, count, seed=seed))
+        by_evidence = LinearizedLaplace.from_fitted(source.fitted.uncalibrated())  # whatever predictions are made with
+        return Draws("laplace", by_evidence.sample(count, seed=seed))
     if hasattr(source, "swag_stats"):
         return Draws("swag", swag_draws(source, count, seed=seed))
     core: Any = getattr(source, "core_model", source)
@@ -154,11 +155,6 @@ def swag_draws(swag: Any, count: int, *, seed: int = 0) -> State:
     with seeded(derived_seed(seed, 13, 0), torch.device("cpu")), torch.no_grad():
         drawn = [swag.sample(swag.scale) for _ in range(count)]
     return stack_states([{n: t.detach().clone() for n, t in m.state_dict().items()} for m in drawn])
-
-
-def laplace_draws(laplace: LinearizedLaplace, count: int, *, seed: int = 0) -> State:
-    """Weights from a Laplace approximation by its evidence, whatever temperature was chosen for predictions."""
-    return LinearizedLaplace.from_fitted(laplace.fitted.uncalibrated()).sample(count, seed=seed)
 
 
 def _is_bayesian(module: nn.Module) -> bool:

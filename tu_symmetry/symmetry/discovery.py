@@ -42,7 +42,8 @@ def discover_symmetries(
     ``forward`` that no example gives is followed both ways.
 
     Args:
-        model: any module; also one on the meta device (with inputs there), which holds no weights at all.
+        model: any module; also one on the meta device (with inputs there), which holds no weights at all. Its outputs
+            are the tensors in what it returns: in mappings, dataclasses, sequences; not in caches of keys and values.
         example_inputs: an input tensor, or the tuple of positional arguments of ``forward``. A list holds several
             examples, of other lengths or with other optional arguments: what all of them allow is found. (A module
             whose one argument is a list takes it in a tuple, ``([image],)``.)

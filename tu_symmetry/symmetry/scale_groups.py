@@ -234,10 +234,7 @@ def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> di
 
 
 def _groups(
-    families: Sequence[_Family],
-    terms_of: Mapping[str, tuple[ScaleTerm, ...]],
-    scales: int,
-    buffers: frozenset[str],
+    families: Sequence[_Family], terms_of: Mapping[str, tuple[ScaleTerm, ...]], scales: int, buffers: frozenset[str]
 ) -> Iterator[ScaleGroup]:
     """A group for each family, the first ``scales`` of them scale groups, the others normalization groups."""
     starts = np.cumsum([0, *(len(family.variables) for family in families)])

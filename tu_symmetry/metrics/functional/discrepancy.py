@@ -45,12 +45,7 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
     return u_statistics(kernel, torch.stack([is_first, ~is_first], dim=1).to(kernel))[0]
 
 
-def network_discrepancy(
-    x: States,
-    y: States,
-    *,
-    graph: SymmetryGraph | None = None,
-) -> Tensor:
+def network_discrepancy(x: States, y: States, *, graph: SymmetryGraph | None = None) -> Tensor:
     """Squared MMD of two lists or stacks of networks, mean over their tensors; without symmetries it is NS.
 
     "MMD computed after the removal of the symmetries" is what arXiv 2310.08287 calls NS. How that paper makes one
@@ -87,10 +82,7 @@ def checked_samples(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_vectors(
-    states: States,
-    *,
-    graph: SymmetryGraph | None = None,
-    removed: RemovalName | Removal = "paper",
+    states: States, *, graph: SymmetryGraph | None = None, removed: RemovalName | Removal = "paper"
 ) -> dict[str, Tensor]:
     """The vectors ``(S, D)`` that :func:`network_discrepancy` compares, by the names of the tensors."""
     stack = require_state(as_stack(states), "states")

@@ -34,11 +34,7 @@ class VectorDistances:
 
 
 def vector_distances(
-    x: Tensor,
-    y: Tensor,
-    *,
-    generator: torch.Generator | None = None,
-    device: torch.device | None = None,
+    x: Tensor, y: Tensor, *, generator: torch.Generator | None = None, device: torch.device | None = None
 ) -> VectorDistances:
     """Distances of two sets of vectors ``(S, D)`` and ``(T, D)``; of aligned networks, up to their symmetries.
 

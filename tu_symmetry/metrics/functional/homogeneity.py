@@ -115,11 +115,7 @@ class LargestWeight:
 
 
 def largest_weights(
-    graph: SymmetryGraph,
-    states: States,
-    *,
-    num_resamples: int = 999,
-    generator: torch.Generator | None = None,
+    graph: SymmetryGraph, states: States, *, num_resamples: int = 999, generator: torch.Generator | None = None
 ) -> dict[str, LargestWeight]:
     """Where the largest incoming weight of each group of more than one unit is in a list of states or a stack.
 

@@ -127,11 +127,7 @@ class DiversitySummary:
 
 
 def diversity_summary(
-    id_information: Tensor,
-    ood_information: Tensor,
-    *,
-    bootstraps: int = 200,
-    generator: torch.Generator | None = None,
+    id_information: Tensor, ood_information: Tensor, *, bootstraps: int = 200, generator: torch.Generator | None = None
 ) -> DiversitySummary:
     """Dispersion and correlation of :func:`pairwise_mutual_information` ``(M, M)``, on test and on OOD data.
 
