@@ -19,13 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tu_symmetry.callbacks.held_out import (
-    at_most,
-    calibration_loader,
-    is_tested_on,
-    spread,
-    why_not_held_out,
-)
+from tu_symmetry.callbacks.held_out import at_most, calibration_loader, is_tested_on, spread, why_not_held_out
 from tu_symmetry.callbacks.laplace_choice import (
     DECIDING,
     JOINT,

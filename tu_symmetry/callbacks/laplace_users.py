@@ -12,12 +12,7 @@ from torch import nn
 
 from tu_symmetry.callbacks.members import ModuleSource, network_of, resolve_modules
 from tu_symmetry.laplace.checks import made_in_inference_mode
-from tu_symmetry.laplace.likelihood import (
-    Categorical,
-    Likelihood,
-    LikelihoodName,
-    likelihood_of,
-)
+from tu_symmetry.laplace.likelihood import Categorical, Likelihood, LikelihoodName, likelihood_of
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import Calibration, EvidenceResult
 from tu_symmetry.modules import is_dropout_sampler, uncompiled

@@ -43,11 +43,7 @@ class LaplacePostProcessing(PostProcessing):
     """
 
     def __init__(
-        self,
-        laplace: LinearizedLaplace | None = None,
-        *,
-        num_samples: int = 100,
-        link_approx: LinkApprox = "mc",
+        self, laplace: LinearizedLaplace | None = None, *, num_samples: int = 100, link_approx: LinkApprox = "mc"
     ) -> None:
         super().__init__()
         check_link_approx(link_approx)
@@ -98,12 +94,7 @@ class LaplaceEnsemble(nn.Module):
     """
 
     def __init__(
-        self,
-        core_model: nn.Module,
-        num_samples: int = 20,
-        *,
-        seed: int = 0,
-        laplace: LinearizedLaplace | None = None,
+        self, core_model: nn.Module, num_samples: int = 20, *, seed: int = 0, laplace: LinearizedLaplace | None = None
     ) -> None:
         super().__init__()
         if num_samples < 1:

@@ -111,8 +111,7 @@ def compare(
         for title, source in (("HMC", "hmc"), ("ensemble", "ensemble"))
     )
     return Outcome(
-        {"rows": rows, "spread": spread, "draws": [repeats, num_samples]},
-        f"accuracy of q_d → q_r: {', '.join(gains)}",
+        {"rows": rows, "spread": spread, "draws": [repeats, num_samples]}, f"accuracy of q_d → q_r: {', '.join(gains)}"
     )
 
 

@@ -75,9 +75,7 @@ class _Up(nn.Module):
         self.used = skip > 0
         width = max(1, skip)
         self.skip = nn.Sequential(
-            nn.Conv2d(after, width, 1),
-            *([nn.GroupNorm(1, width)] if normalize else []),
-            nn.LeakyReLU(_SLOPE),
+            nn.Conv2d(after, width, 1), *([nn.GroupNorm(1, width)] if normalize else []), nn.LeakyReLU(_SLOPE)
         )
         self.conv = nn.Sequential(
             *([nn.GroupNorm(1, before + width)] if normalize else []),
