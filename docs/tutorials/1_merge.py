@@ -62,7 +62,8 @@ print(graph)
 # %%
 # Align and average
 # -----------------
-# ``merge`` aligns, averages, re-estimates the running statistics, which averaging breaks, and measures every step.
+# ``merge`` aligns, averages, re-estimates the running statistics, which averaging breaks, and measures every step. One
+# network that has seen both halves of the data need not be better than the best that has seen one; compare them.
 
 accuracy = {"accuracy": lambda outputs, targets: (outputs.argmax(-1) == targets).float().mean()}
 merged = tus.merge(

@@ -99,4 +99,5 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     tus.verify_symmetries(graph, wrong, x)
 print(next(str(w.message) for w in caught if issubclass(w.category, tus.SymmetryWarning)))
-print([group.size for group in graph.permutations], [group.size for group in graph.scales])
+print("sizes of the permutation groups that stay:", [group.size for group in graph.permutations])
+print("sizes of the scale groups that stay:", [group.size for group in graph.scales])

@@ -65,6 +65,15 @@ def test_links_and_figures_of_the_pages_exist(pages: ModuleType) -> None:
             assert ((made / name).parent / figure).resolve().is_file()
 
 
+def test_the_front_page_names_what_the_reference_has_and_shows_figures_that_exist(pages: ModuleType) -> None:
+    text, reference = (DOCS / "index.md").read_text(encoding="utf-8"), "\n".join(pages.reference().values())
+    documented = set(re.findall(r"^\.\. auto\w+:: (\S+)$", reference, flags=re.MULTILINE))
+    named = set(re.findall(r"`~(tu_symmetry\.[\w.]+)`", text))
+    assert named and named <= documented
+    pictures = [(DOCS / figure).resolve() for figure in re.findall(r":img-top: (\S+)", text)]
+    assert len(set(pictures)) == 4 and all(p.is_file() for p in pictures)
+
+
 def test_a_papers_page_shows_what_the_recipes_say(pages: ModuleType) -> None:
     text = pages.filled(DOCS / "papers" / "compact-posterior.md", DOCS / "generated/papers/compact-posterior.md")
     assert "compact_posterior--digits.md" in text and "| not run |" in text and "{{" not in text

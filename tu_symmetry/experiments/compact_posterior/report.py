@@ -51,7 +51,7 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     )
     shaded = f"Shaded: one standard deviation over {len(paths['ensemble/before']['loss'])} pairs."
     title = "Standard deviations before and after alignment"
-    page.figure("sigma", draw_sigmas, runs, title=title, alt="sigma histograms")
+    page.figure("sigma", draw_sigmas, runs, title=title, alt="standard deviations")
     page.figure("pruning", draw_pruning, pruned, title="Accuracy against pruning level", after=kept)
     page.figure("interpolation", draw_interpolation, paths, title="Loss along the interpolation", after=shaded)
     return page.done()
@@ -129,21 +129,19 @@ def chain_table(runs: Runs) -> Grid:
 
 
 def draw_sigmas(path: Path, runs: Runs) -> None:
-    """Histograms of the standard deviations of q_d (before alignment) and q_r (after)."""
-    with plots.figure(path, len(SOURCES)) as axes:
+    """Shares of the weights by the standard deviation in q_d (before alignment) and in q_r (after)."""
+    with plots.figure(path, len(SOURCES), height=3.1) as axes:
         for ax, (source, title) in zip(axes, SOURCES.items(), strict=True):
             posteriors = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
             both = [q.sigma().double().numpy().reshape(-1) for q in posteriors]
-            top = max(float(np.quantile(sigmas, 0.998)) for sigmas in both)
-            bins = np.linspace(0, top or 1.0, 60).tolist()
+            top = max(float(np.quantile(sigmas, 0.998)) for sigmas in both) or 1.0
             for sigmas, name, color in zip(both, ("d$, before", "r$, after"), (plots.GRAY, plots.BLUE), strict=True):
                 median = float(np.median(sigmas))
-                label = rf"$\sigma_{name} (median {median:.2g})"
-                ax.hist(sigmas, bins=bins, color=color, alpha=0.55, label=label, density=True)
-                ax.axvline(median, color=color, linewidth=1, linestyle=(0, (3, 2)))
-            ax.set(title=title, xlabel="standard deviation of a weight", ylabel="density", xlim=(0, top or 1.0))
-            ax.set_ylim(0, ax.get_ylim()[1] * 1.25)
-            ax.legend(loc="upper right")
+                label = rf"$q_{name} alignment (median {median:.2g})"
+                ax.plot(np.sort(sigmas), 100 * np.arange(1, sigmas.size + 1) / sigmas.size, color=color, label=label)
+            ax.set(title=title, xlabel=r"standard deviation $\sigma$ of a weight", xlim=(0, top), ylim=(0, 130))
+            ax.set(ylabel=r"weights of at most this $\sigma$ (%)", yticks=range(0, 101, 25))
+            ax.legend(loc="upper left")
 
 
 def draw_interpolation(path: Path, found: Found) -> None:

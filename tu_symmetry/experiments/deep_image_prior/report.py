@@ -229,31 +229,32 @@ def images_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tenso
 
 def samples_figure(path: Path, arrays: Mapping[str, Tensor]) -> None:
     """Prior and posterior samples of the linearized rows, and of dropout, for the first problem."""
-    panels: list[list[Picture]] = []
+    lines: dict[str, list[Picture]] = {}
     for row in (EVIDENCE, TV_SEED, TV_CODE, DROPOUT):
         for kind, name in (("prior", "prior"), ("samples", "posterior")):
             drawn = arrays.get(f"0.{ROWS.index(row)}.{kind}")
             if drawn is not None:
-                panels.append([(f"{_short(row)}: {name}", image, "gray") for image in drawn])
-    _pictures(path, panels)
+                lines[f"{_short(row)}\n{name}"] = [(f"sample {k}", image, "gray") for k, image in enumerate(drawn, 1)]
+    _pictures(path, list(lines.values()), list(lines))
 
 
 def calibration_figure(path: Path, entries: Entries) -> None:
-    """Histogram of normalized errors, and coverage against level."""
-    levels, grid = np.linspace(0.02, 0.98, 49), np.linspace(-5, 5, 200)
+    """Distribution of the sizes of normalized errors, and coverage against level."""
+    levels, grid = np.linspace(0.02, 0.98, 49), np.linspace(0, 5, 101)
     colors = (plots.GRAY, plots.PURPLE, plots.GREEN, plots.BLUE, plots.ORANGE, "#000000", "#8C564B")
-    with plots.figure(path, 2, 4.4) as (left, right):
-        left.plot(grid, np.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi), color="#000000", linewidth=1, label="normal")
+    with plots.figure(path, 2, 4.4, 3.4) as (left, right):
         for row, own in _by_row(entries).items():
-            errors, color = _errors(own), colors[ROWS.index(row)]
-            bins = np.linspace(-5, 5, 61).tolist()
-            left.hist(np.clip(errors, -5, 5), bins=bins, density=True, histtype="step", color=color, label=_short(row))
-            covered = [float(np.mean(np.abs(errors) <= _half(level))) for level in levels]
-            right.plot(levels, covered, color=color, label=_short(row))
-        right.plot([0, 1], [0, 1], color="#000000", linewidth=0.8, linestyle=(0, (3, 2)))
-        left.set(title="normalized errors", xlabel="error / standard deviation", ylabel="density")
-        right.set(title="coverage", xlabel="level of the interval", ylabel="share of pixels inside")
-        left.legend(fontsize=6)
+            errors, k = np.abs(_errors(own)), ROWS.index(row)
+            style: Any = {"color": colors[k], "label": _short(row), "linestyle": ("-", "--", "-.", ":")[k % 4]}
+            left.plot(grid, [100 * float(np.mean(errors > size)) for size in grid], **style)
+            right.plot(100 * levels, [100 * float(np.mean(errors <= _half(level))) for level in levels], **style)
+        ideal: Any = {"color": plots.GRAY, "linewidth": 0.9, "linestyle": ":", "label": "calibrated"}
+        left.plot(grid, [100 * math.erfc(size / math.sqrt(2)) for size in grid], **ideal)
+        right.plot([0, 100], [0, 100], **ideal)
+        left.set(title="How large errors are", xlabel="|error| in standard deviations", yscale="log", ylim=(0.1, 100))
+        left.set_ylabel("pixels with larger errors (%)")
+        right.set(title="Coverage", xlabel="level of the interval (%)", ylabel="pixels inside the interval (%)")
+        left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
 
 
 def evidence_figure(path: Path, histories: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
@@ -265,17 +266,25 @@ def evidence_figure(path: Path, histories: Mapping[str, Mapping[str, Sequence[fl
             ax.set(title=_short(row), xlabel="evaluation", ylabel="objective (nats)")
 
 
-def _pictures(path: Path, panels: Sequence[Sequence[Picture]]) -> None:
-    """Lines of pictures; those of errors share a scale in each line."""
-    with plots.grid(path, len(panels), max(map(len, panels)), 1.5, 1.62) as axes:
-        for line, row in zip(axes, panels, strict=True):
+def _pictures(path: Path, panels: Sequence[Sequence[Picture]], names: Sequence[str] = ()) -> None:
+    """Lines of pictures, with their names at the left and a bar for each scale; errors of a line share one."""
+    width = 1.2 if names else 1.6
+    with plots.grid(path, len(panels), max(map(len, panels)), width, width) as axes:
+        for k, (line, row) in enumerate(zip(axes, panels, strict=True)):
             top = max((float(image.max()) for _, image, kind in row if kind == "error"), default=1.0)
             for ax in line:
-                ax.axis("off")
+                ax.set(xticks=[], yticks=[], frame_on=False)
+            drawn = {}
             for ax, (title, image, kind) in zip(line, row, strict=False):
                 limit, colors = (top, "magma") if kind == "error" else (1.0, "gray")
-                ax.imshow(np.asarray(image[0]), vmin=0.0, vmax=limit, cmap=colors)
-                ax.set_title(title, fontsize=6)
+                drawn[kind] = ax.imshow(np.asarray(image[0]), vmin=0.0, vmax=limit, cmap=colors)
+                if k == 0 or not names:
+                    ax.set_title(title, fontsize=6)
+            if "error" in drawn:
+                line[0].figure.colorbar(drawn["error"], ax=line, pad=0.01, label="error, std")
+            line[0].set_ylabel(names[k] if names else "", fontsize=6)
+        style = {"location": "bottom", "aspect": 30, "shrink": 2 / axes.shape[1], "pad": 0.01}
+        line[0].figure.colorbar(drawn["gray"], ax=axes, label="pixel value, clipped", **style)
 
 
 def _short(row: str) -> str:

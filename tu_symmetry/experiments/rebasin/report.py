@@ -10,6 +10,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.experiments.rebasin.barriers import CORRECTIONS
@@ -28,7 +30,7 @@ METHODS = {
 SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
 LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
 COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
-SHADES = dict(zip(CORRECTIONS, (plots.GRAY, plots.BLUE, plots.ORANGE), strict=True))
+SHADES = dict(zip(CORRECTIONS, (0.3, 0.6, 1.0), strict=True))  # the share of a method's color
 
 
 def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide: str) -> Outcome:
@@ -178,39 +180,40 @@ def accuracy_table(title: str, found: Found) -> Grid:
 
 
 def draw_barriers(path: Path, networks: Mapping[str, Found]) -> None:
-    """Barriers as bars, for each method and correction.
+    """Barriers as bars, in the colors that the paths' lines have, darker for each correction.
 
     Dots are pairs: full ones with the first network, hollow ones of two others, which most methods match to the first
     network only. Black lines are means with tuned temperatures.
     """
-    with plots.figure(path, len(networks), width=4.2, height=3.2) as axes:
-        for ax, (title, found) in zip(axes, networks.items(), strict=True):
+    with plots.grid(path, 1, len(networks), 4.2, 3.4, sharey=True) as axes:
+        for ax, (title, found) in zip(axes[0], networks.items(), strict=True):
             for m, correction in enumerate(CORRECTIONS):
                 for k, method in enumerate(found["methods"]):
                     values, x = barriers(found, method, correction), k + 0.26 * (m - 1)
-                    label = LEGEND[correction] if k == 0 else "_"  # legends leave out what begins with an underscore
-                    ax.bar(x, fmean(values), 0.24, color=SHADES[correction], alpha=0.75, label=label)
+                    ax.bar(x, fmean(values), 0.24, color=COLORS[method], alpha=SHADES[correction])
                     for (i, _), value in zip(found["pairs"], values, strict=True):
-                        ax.plot(x, value, "o", color="black", markersize=2.5, fillstyle="none" if i else "full")
-                    label = "mean, tuned temperature" if k == m == 0 else "_"
+                        ax.plot(x, value, "ok", markersize=3.5, markerfacecolor="white" if i else "black")
                     tuned = fmean(barriers(found, method, correction, tempered=True))
-                    ax.plot([x - 0.12, x + 0.12], [tuned, tuned], color="black", linewidth=1.5, label=label)
+                    ax.plot([x - 0.12, x + 0.12], [tuned, tuned], color="black", linewidth=1.5)
             ticks = [METHODS[method].replace(" ", "\n").replace("-", "-\n") for method in found["methods"]]
             ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
-            ax.set(title=title, ylabel="barrier of the test loss (nats)")
+            ax.set(title=title, xlabel="method of matching")
             ax.grid(axis="x", visible=False)
-            ax.sharey(axes[0])
-        axes[0].set_ylim(0, axes[0].get_ylim()[1] * 1.35)
-        axes[0].legend(loc="upper right")
+        line = Line2D([], [], color="black", linewidth=1.5, label="mean, tuned temperature")
+        handles = [*(Patch(color="black", alpha=0.75 * SHADES[c], label=LEGEND[c]) for c in CORRECTIONS), line]
+        axes[0, 0].set(ylabel="barrier of the test loss (nats)", ylim=(0, axes[0, 0].get_ylim()[1] * 1.3))
+        axes[0, -1].legend(handles=handles, loc="upper right")
 
 
 def draw_paths(path: Path, found: Found) -> None:
     """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each correction."""
-    with plots.figure(path, len(CORRECTIONS), width=3.4) as axes:
-        for ax, correction in zip(axes, CORRECTIONS, strict=True):
+    with plots.grid(path, 1, len(CORRECTIONS), 3.4, 3.1, sharey=True) as axes:
+        for ax, correction in zip(axes[0], CORRECTIONS, strict=True):
             for method, measured in found["methods"].items():
                 losses = [[_finite(loss) for loss in p["loss"]] for p in measured["paths"][correction]]
                 plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
-            ax.set(title=LEGEND[correction], xlabel=r"interpolation $\lambda$", ylabel="test loss (nats)", xlim=(0, 1))
-            ax.sharey(axes[0])
-        axes[-1].legend(loc="upper right")
+            ax.set(title=LEGEND[correction], xlabel=r"share $\lambda$ of the second network", xlim=(0, 1))
+        axes[0, 0].set_ylabel("test loss (nats)")
+        axes[0, -1].legend(loc="upper left", title="matched by")
+        bottom, top = axes[0, 0].get_ylim()
+        axes[0, 0].set_ylim(bottom, top + 0.5 * (top - bottom))

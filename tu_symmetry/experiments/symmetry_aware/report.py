@@ -233,15 +233,22 @@ def draw_diversity(path: Path, pairs: Found) -> None:
 
 
 def draw_discrepancy(path: Path, rows: Found) -> None:
-    """NS against MMD of every row, with its intervals."""
-    with plots.figure(path, 1, width=4.4, height=3.4) as (ax,):
+    """NS against MMD of every row with its intervals; axes are linear up to 1 and logarithmic beyond."""
+    marks = dict(zip(sorted({row.partition("/")[2] for row in rows}), "osD^vPX*<>dph8" * 9, strict=False))
+    with plots.figure(path, 1, width=5.6, height=3.8) as (ax,):
         for row, entry in rows.items():
-            color = plots.ORANGE if row.startswith("one") else plots.BLUE
-            mmd, ns = entry["mmd"], entry["ns"]
-            place = (100 * mmd["value"], 100 * ns["value"])
-            ax.errorbar(*place, xerr=_reach(mmd), yerr=_reach(ns), fmt="o", color=color)
-            ax.annotate(row.partition("/")[2], place, fontsize=7, xytext=(4, 3), textcoords="offset points")
-        ax.set(title="Orange: one mode, blue: several", xlabel="MMD, times 100", ylabel="NS, times 100")
+            modes, _, method = row.partition("/")
+            color = plots.ORANGE if modes.startswith("one") else plots.BLUE
+            (x, across), (y, along) = ((100 * entry[k]["value"], _reach(entry[k])) for k in ("mmd", "ns"))
+            style: Found = {"fmt": marks[method], "elinewidth": 0.8, "label": f"{modes}: {method}"}
+            ax.errorbar(x, y, along, across, color=color, **style)
+        ax.plot((0, 200), (0, 200), color=plots.GRAY, linewidth=0.9, linestyle=(0, (3, 2)), label="NS = MMD")
+        ax.set_xscale("symlog", linthresh=1)
+        ax.set_yscale("symlog", linthresh=1)
+        ax.set(title="Distance to the reference", xlabel="MMD as sampled, times 100", xlim=(-0.5, 110))
+        ax.set(ylabel="NS: MMD without symmetries, times 100", ylim=(-0.5, 110))
+        ax.set(xticks=(0, 1, 10, 100), xticklabels=(0, 1, 10, 100), yticks=(0, 1, 10, 100), yticklabels=(0, 1, 10, 100))
+        ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
 
 
 def _reach(test: Found) -> list[list[float]] | None:
@@ -252,21 +259,23 @@ def _reach(test: Found) -> list[list[float]] | None:
 
 
 def draw_marginals(path: Path, marginals: Found) -> None:
-    """Distributions of the first layer's weights before and after the removal of symmetries."""
+    """Distributions of the first layer's weights before and after the removal of symmetries, five panels a line."""
     reference, *names = marginals["sets"]
-    with plots.figure(path, len(names), width=2.3, height=2.4) as axes:
-        for ax, name in zip(axes, names, strict=True):
+    with plots.grid(path, -(-len(names) // 5), min(5, len(names)), 2.3, 2.1, sharex=True, sharey=True) as axes:
+        for ax, name in zip(axes.flat, names, strict=False):
             for when, color in (("before", plots.GRAY), ("after", plots.BLUE)):
                 dotted, line = (_density(marginals["sets"][n][when], marginals["levels"]) for n in (reference, name))
-                ax.plot(*dotted, color=color, linestyle=":", linewidth=1)
-                ax.plot(*line, color=color, label=when)
-            ax.set(title=name.replace(" mode", "").replace("several", "multi"), xlabel="weight", yticks=[])
-        axes[0].legend()
+                ax.plot(*dotted, color=color, linestyle=":", linewidth=1.2, label=f"reference, {when}")
+                ax.plot(*line, color=color, label=f"method, {when}")
+            ax.set_title(name.replace("/", ": "), fontsize=8)
+        ax.figure.supxlabel("weight of the first layer")
+        ax.figure.supylabel("density")
+        ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside upper center", ncols=4)
 
 
 def _density(quantiles: Sequence[float], levels: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """A smoothed density from quantiles, good enough to look at."""
-    grid = np.linspace(quantiles[0], quantiles[-1], 60)
+    grid = np.linspace(quantiles[0], quantiles[-1], 25)
     cdf = np.interp(grid, np.asarray(quantiles), np.asarray(levels))
     return (grid[1:] + grid[:-1]) / 2, np.diff(cdf) / np.maximum(np.diff(grid), 1e-12)
 
