@@ -245,8 +245,8 @@ def draw_discrepancy(path: Path, rows: Found) -> None:
         ax.plot((0, 200), (0, 200), color=plots.GRAY, linewidth=0.9, linestyle=(0, (3, 2)), label="NS = MMD")
         ax.set_xscale("symlog", linthresh=1)
         ax.set_yscale("symlog", linthresh=1)
-        ax.set(title="Distance to the reference", xlabel="MMD as sampled, times 100", xlim=(-0.5, 110))
-        ax.set(ylabel="NS: MMD without symmetries, times 100", ylim=(-0.5, 110))
+        ax.set(title="Distance to the reference", xlim=(-0.5, 110), ylim=(-0.5, 110))
+        ax.set(xlabel="MMD as sampled, times 100", ylabel="NS: MMD without symmetries, times 100")
         ax.set(xticks=(0, 1, 10, 100), xticklabels=(0, 1, 10, 100), yticks=(0, 1, 10, 100), yticklabels=(0, 1, 10, 100))
         ax.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7)
 
