@@ -20,7 +20,7 @@ from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment.repair import repair
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.evaluation import Batches, mean_probabilities
-from tu_symmetry.posterior.assessment import TEMPERATURES, assess_predictives, predictive_scores
+from tu_symmetry.posterior.assessment import TEMPERATURES, assessed, predictive_scores
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State, stack_states, unstack
@@ -119,7 +119,7 @@ def measure(width: int, epochs: int, seed: int, *, members: int = _MEMBERS, draw
 
     def add(name: str, draw: Callable[[float], list[State]]) -> None:
         heated = {t: mean_probabilities(model, stack_states(draw(t)), held_out) for t in TEMPERATURES}
-        best = assess_predictives(beside, heated, held_out.y, members).temperature
+        best = assessed(beside, heated, held_out.y, members).temperature
         plain, scores[name] = (judged(model, stack_states(draw(t)), states, test) for t in (1.0, best))
         scores[name] |= {"hot": plain["nll"], "temperature": best}
 

@@ -61,7 +61,7 @@ def test_adapters_are_left_to_peft(tmp_path: Path, capsys: pytest.CaptureFixture
         get_peft_model(Net(), LoraConfig(target_modules=["0", "3"], r=2)).save_pretrained(tmp_path / str(k))
     files = [tmp_path / str(k) / "adapter_model.safetensors" for k in range(2)]
     assert merge(files, tmp_path / "out.safetensors") == 2
-    assert "adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter" in capsys.readouterr().err
+    assert "adapters, which PEFT merges: model.add_weighted_adapter" in capsys.readouterr().err
 
 
 def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

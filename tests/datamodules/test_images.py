@@ -211,9 +211,9 @@ def test_cifar_from_an_archive(tmp_path: Path) -> None:
     assert module.ood.x.shape == (32, 3, 32, 32)
     held = CIFARDataModule(root=root, source="archive", val_size=3)
     held.setup()
-    assert held.val.y.tolist() == [7, 8, 9] and held.test.y.tolist() == 8 * list(range(10))
-    with pytest.raises(DataFileError, match="holds 80 train images, 90 are wanted"):
-        CIFARDataModule(root=root, source="archive", train_size=90).setup("fit")
+    assert held.val.y.tolist() == [7, 8, 9] and held.test.y.tolist() == 12 * list(range(10))
+    with pytest.raises(DataFileError, match="holds 120 train images, 130 are wanted"):
+        CIFARDataModule(root=root, source="archive", train_size=130).setup("fit")
     content = (root / CIFAR_ARCHIVE).read_bytes()
     for damaged in (content[:200], content[:100] + bytes(50) + content[150:], b""):
         (root / CIFAR_ARCHIVE).write_bytes(damaged)

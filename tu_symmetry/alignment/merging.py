@@ -82,8 +82,7 @@ class Merged(Brief):
         if not self.scores:
             return ""
         losses = {f"network {k} alone": one["loss"] for k, one in enumerate(self.members)}
-        best = min(losses, key=lambda name: losses[name])
-        rivals = {best: losses[best]}
+        rivals = dict([min(losses.items(), key=lambda item: item[1])])
         rivals |= {f"the {k.replace('_', ', ')} mean": one["loss"] for k, one in self.scores.items() if "naive" in k}
         rival, own = min(rivals, key=lambda name: rivals[name]), list(self.scores.values())[-1]["loss"]
         shown = {"merged": own, **rivals, **({"the ensemble": self.ensemble["loss"]} if self.ensemble else {})}
@@ -207,9 +206,8 @@ def merge(
             scores["corrected"] = measure(model, state, held, functions)
     elif len(chosen) > 1 and batchnorm_layers(model):
         warnings.warn(
-            f"{type(model).__name__} has BatchNorm, whose running statistics are stale: averages of those of "
-            f"{len(chosen)} networks, not its own. Pass correction='batchnorm' and a dataloader of training inputs "
-            "(tu-symmetry merge ... --data NAME --correction batchnorm)",
+            f"{type(model).__name__} has BatchNorm, whose running statistics are stale (averages of {len(chosen)} "
+            "networks'); pass correction='batchnorm' and a dataloader (--data NAME --correction batchnorm)",
             StaleStatisticsWarning,
             stacklevel=3,
         )

@@ -99,8 +99,8 @@ class FitCompactPosterior(Callback):
         found = {"sigma_q_d": q_d.rms(), "sigma_q_r": q_r.rms(), "NoT": sum(moved) / len(moved)}
         held_out = validation_loader(trainer)
         why = why_not_held_out(held_out, loader, trainer)
-        targets = torch.zeros(1) if held_out is None else inputs_and_targets(next(iter(held_out)))[1]
-        if held_out is not None and (targets.ndim != 1 or targets.is_floating_point()):
+        targets = [inputs_and_targets(next(iter(own)))[1] for own in (held_out,) if own is not None]
+        if any(y.ndim != 1 or y.is_floating_point() for y in targets):
             why = "the targets of the validation data are no classes"
         for name, q, path in (("q_d", q_d, self.q_d), ("q_r", q_r, self.q_r)):
             q.save(path)

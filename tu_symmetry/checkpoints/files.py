@@ -94,9 +94,7 @@ def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
         if (path.parent / "adapter_config.json").exists() or any(name.endswith(".lora_A.weight") for name in state):
-            raise FileError(
-                f"{path} holds adapters of PEFT and no network; PEFT merges them: model.add_weighted_adapter(...)"
-            ) from error
+            raise FileError(f"{path} holds adapters, which PEFT merges: model.add_weighted_adapter(...)") from error
         prefix, classes = _prefix_of(graph, state), _classes_of(graph, state)
         hint = f" (option --prefix {prefix})" if prefix else ""
         if classes:

@@ -42,9 +42,7 @@ class Assessment(Brief):
         return f"{text}these data do not tell the posterior from one member, which takes half of its storage"
 
 
-def assess_predictives(
-    rivals: Mapping[str, Tensor], heated: Mapping[float, Tensor], y: Tensor, count: int
-) -> Assessment:
+def assessed(rivals: Mapping[str, Tensor], heated: Mapping[float, Tensor], y: Tensor, count: int) -> Assessment:
     """Judge class probabilities ``[samples, classes]`` of ``count`` networks' rivals, and of each temperature.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.func import functional_call, vmap
 from tu_symmetry.alignment.align import align as align_states
 from tu_symmetry.evaluation import evaluating, forward, labeled_batches
 from tu_symmetry.files import FileError, read_safetensors, write_safetensors
-from tu_symmetry.posterior.assessment import TEMPERATURES, Assessment, assess_predictives
+from tu_symmetry.posterior.assessment import TEMPERATURES, Assessment, assessed
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import (
     SampleFileError,
@@ -307,7 +307,7 @@ class CompactPosterior:
             rivals = {"ensemble": members, "one member": [members[0]], "one member with noise": unstack(noisy)}
             found = {name: predictive(networks) for name, networks in rivals.items()}
             heated = {t: predictive(unstack(own) if t else [self.mean], t**0.5 or 1.0) for t in TEMPERATURES}
-        return assess_predictives(found, heated, targets, len(members))
+        return assessed(found, heated, targets, len(members))
 
     def _of(self, mean: State, std: Mapping[str, Tensor]) -> CompactPosterior:
         return CompactPosterior(mean, std, aliases=self._aliases(), metadata=self.metadata)

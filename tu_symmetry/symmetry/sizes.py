@@ -72,9 +72,8 @@ def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
     elif a.target is torch.ops.aten.embedding.default:
         axes = [0]
     elif "tensors" in given:  # joined: what stands behind a longer piece comes to stand elsewhere
-        k = given.get("dim", 0)
-        moved = a.target is torch.ops.aten.cat.default and any(x[k] != y[k] for x, y in zip(*shapes, strict=True))
-        axes = [k] if moved else []
+        k, joins = given.get("dim", 0), a.target is torch.ops.aten.cat.default
+        axes = [k] if joins and any(x[k] != y[k] for x, y in zip(*shapes, strict=True)) else []
     elif "dim" in given:
         axes = [given["dim"]]
     elif one == two:

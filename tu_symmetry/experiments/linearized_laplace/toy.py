@@ -160,7 +160,7 @@ def compute_bands(
 
 def _judged(residual: Tensor, variance: Tensor | float) -> dict[str, Any]:
     """NLL (nats) and coverage of normal distributions, with no spread of their own."""
-    variance = torch.as_tensor(variance, dtype=residual.dtype)
+    variance = torch.as_tensor(variance, dtype=residual.dtype, device=residual.device)
     nll = 0.5 * (residual.square() / variance + (2 * math.pi * variance).log())
     inside = (residual.abs() / variance.sqrt() < 1.959964).double()
     return {"nll": float(nll.mean()), "coverage": float(inside.mean()), "inside": 0.0, "gap": 0.0, "groups": {}}

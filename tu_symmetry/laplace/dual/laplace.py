@@ -125,11 +125,8 @@ class DualLaplace(Brief):
 
     def facts(self) -> list[tuple[str, str]]:
         """What was fitted: the network, its blocks, the sizes and the hyperparameters."""
-        found = [
-            ("of", type(self.model).__name__),
-            ("blocks", ", ".join(self.blocks)),
-            ("evaluate at", self.evaluate_at),
-        ]
+        found = [("of", type(self.model).__name__), ("blocks", ", ".join(self.blocks))]
+        found.append(("evaluate at", self.evaluate_at))
         if not hasattr(self, "phi"):
             return [*found, ("fitted", "not yet")]
         sizes = f"{self.tangent.size} weights, to {self._values} measurements of {len(self.outputs)} outputs"

@@ -210,8 +210,7 @@ def _told_apart(example: Example, generator: torch.Generator) -> Example:
         half = len(tensor) // 2 if tensor.ndim and tensor.layout == torch.strided else 0
         if not half or not torch.equal(tensor[:half], tensor[half:]):
             return tensor
-        other: Tensor = _redrawn(tensor[half:], generator)  # type: ignore[arg-type, assignment]
-        return torch.cat([tensor[:half], other])
+        return torch.cat([tensor[:half], *_redrawn(((tensor[half:],), {}), generator)[0]])
 
     return tree_map_only(Tensor, halved, example)
 
