@@ -28,7 +28,7 @@ def test_groups_are_those_counted_by_hand(case: Case) -> None:
     assert sum(g.size for g in graph.normalizations) == case.normalizations
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @every_case
 @pytest.mark.parametrize("samples", [1, 3])
 def test_groups_do_not_depend_on_the_number_of_samples(case: Case, samples: int) -> None:
