@@ -71,6 +71,21 @@ def test_q_d_of_aligned_networks_is_said_to_be_q_r(
     assert ("Rebasin" in "".join(found)) == (in_place is True)
 
 
+def test_both_posteriors_are_written_where_nothing_can_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.Tanh(), nn.Linear(6, 1))  # one logit, of ten classes
+    states = [net.state_dict(), {n: t + 1e-3 for n, t in net.state_dict().items()}]
+    SampleStore.create(tmp_path / "s", architecture="net", method="planted").append(states, step=range(2))
+    fitting = FitCompactPosterior(tmp_path / "s", q_r=tmp_path / "q_r", q_d=tmp_path / "q_d")
+    said: list[str] = []
+    monkeypatch.setattr(compact, "rank_zero_info", lambda text, *values: said.append(text % values))
+    data = digits(val_size=40)
+    epochs(tmp_path, 0, fitting).fit(VariationalRoutine(net), datamodule=data)
+    assert any("only classifiers are assessed" in line and "sigma_q_r" in line for line in said)
+    assert all(CompactPosterior.load(tmp_path / name).std for name in ("q_d", "q_r"))
+
+
 def test_samples_of_the_same_run(tmp_path: Path) -> None:
     routine = HMCRoutine(digits_network(), 0.02, leapfrog_steps=3, burn_in=2, samples=tmp_path / "s")
     fitting = FitCompactPosterior(tmp_path / "s", q_r=tmp_path / "q_r", q_d=tmp_path / "q_d", num_samples=3)

@@ -299,6 +299,8 @@ def test_what_cannot_be_assessed_says_so() -> None:
     q = CompactPosterior.from_states(states, graph, align=False)
     with pytest.raises(ValueError, match="only classifiers are assessed"):
         q.assess(model, states, [(x, y.float()) for x, y in batches])
+    with pytest.raises(ValueError, match="one for each class of the targets"):
+        q.assess(model, states, [(x, y + 100) for x, y in batches])
     with pytest.raises(ValueError, match="NaN at every temperature"):
         q.assess(model, states, [(x * torch.nan, y) for x, y in batches])
     with pytest.raises(ValueError, match="gave no batch"):

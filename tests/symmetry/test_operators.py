@@ -199,6 +199,9 @@ row("beside a constant for each sample", lambda m, x: m.c(torch.cat([hidden(m, x
 row("stacked with a constant for each sample",
     lambda m, x: m.c(torch.stack([hidden(m, x), x.new_ones(len(x), 8)], 1).flatten(1)), [8], 8,
     c=(16, 3))  # fmt: skip
+row("behind nothing, and beside a constant for each sample",
+    lambda m, x: m.c(torch.cat([x.new_empty(0), hidden(m, x), x.new_ones(len(x), 4)], -1)), [8, 4], 8,
+    c=(12, 3))  # fmt: skip
 row("rolled", lambda m, x: m.c(hidden(m, x).roll(1, -1)), [8], 8)
 row("complex parts", lambda m, x: m.c(torch.complex(m.a(x), m.b(x)).abs()), [8], 8, b=(5, 8))
 row("polar", lambda m, x: m.c(torch.polar(hidden(m, x), m.b(x)).real), [8], 8, b=(5, 8))

@@ -21,7 +21,6 @@ from tu_symmetry.callbacks.members import (
 )
 from tu_symmetry.callbacks.rebasin import Rebasin
 from tu_symmetry.callbacks.training_data import plain_training_loader
-from tu_symmetry.laplace.inputs import inputs_and_targets
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.network import require_numbers
 from tu_symmetry.posterior.samples import SampleStore
@@ -99,18 +98,21 @@ class FitCompactPosterior(Callback):
         found = {"sigma_q_d": q_d.rms(), "sigma_q_r": q_r.rms(), "NoT": sum(moved) / len(moved)}
         held_out = validation_loader(trainer)
         why = why_not_held_out(held_out, loader, trainer)
-        targets = [inputs_and_targets(next(iter(own)))[1] for own in (held_out,) if own is not None]
-        if any(y.ndim != 1 or y.is_floating_point() for y in targets):
-            why = "the targets of the validation data are no classes"
+        q_d.save(self.q_d)
+        q_r.save(self.q_r)  # both, before anything is measured
         for name, q, path in (("q_d", q_d, self.q_d), ("q_r", q_r, self.q_r)):
-            q.save(path)
-            if held_out is not None and not why:
-                generator = torch.Generator().manual_seed(0)
+            if held_out is None or why:
+                break
+            generator = torch.Generator().manual_seed(0)
+            try:
                 judged = q.assess(copied.to(pl_module.device), states, held_out, generator=generator)
-                q.metadata |= {"temperature": judged.temperature, "scores": judged.scores, "verdict": judged.verdict}
-                found |= {f"temperature_{name}": judged.temperature, f"gain_{name}": judged.gain}
-                rank_zero_info("%s on held-out data: %s", name, judged.verdict)
-                q.save(path)
+            except ValueError as error:
+                why = str(error)
+                break
+            q.metadata |= {"temperature": judged.temperature, "scores": judged.scores, "verdict": judged.verdict}
+            found |= {f"temperature_{name}": judged.temperature, f"gain_{name}": judged.gain}
+            rank_zero_info("%s on held-out data: %s", name, judged.verdict)
+            q.save(path)
         shown = ", ".join(f"{n} {v:.4g}" for n, v in found.items())
         left = f" (not measured beside one network: {why})" if why else ""
         rank_zero_info("compact posterior of %d networks: %s%s", len(states), shown, left)

@@ -312,10 +312,7 @@ class LinearizedLaplace(Brief):
                 raise SymmetryError(f"{error}\nprior='per_layer' and prior='single' need no symmetries") from error
         foreign = [n for n in self.graph.shapes if n not in self.model.state_dict()] if self.graph else []
         if foreign:
-            raise ValueError(
-                f"graph= is of another network: this one has no {foreign[:3]}. Discover it on the network itself, "
-                "without what torch.compile or mc_dropout has put around it"
-            )
+            raise ValueError(f"graph= is of another network (no {foreign[:3]} here), or of a wrapper: discover it anew")
         return prior_groups(self.tangent.slots, self.prior, self.graph.normalizations if self.graph else ())
 
     @_apart

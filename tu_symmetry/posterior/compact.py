@@ -295,10 +295,11 @@ class CompactPosterior:
                 state = {n: torch.lerp(self.mean[n], t, scale) if scale != 1 and n in self.std else t.to(self.mean[n])
                          for n, t in network.items()}  # fmt: skip
                 outputs = torch.cat([forward(model, state, x) for x, _ in data])
-                if outputs.ndim != 2 or targets.shape != outputs.shape[:1] or targets.is_floating_point():
+                fit = outputs.ndim == 2 and targets.shape == outputs.shape[:1] and not targets.is_floating_point()
+                if not fit or not 0 <= int(targets.min()) <= int(targets.max()) < outputs.shape[1]:
                     raise ValueError(
-                        "only classifiers are assessed: outputs have to be logits [batch, classes] and targets classes "
-                        f"[batch], but they are of shape {tuple(outputs.shape)} and {tuple(targets.shape)}"
+                        "only classifiers are assessed: outputs have to be logits [batch, classes], one for each class "
+                        f"of the targets [batch], but have shapes {tuple(outputs.shape)} and {tuple(targets.shape)}"
                     )
                 each.append(outputs.double().softmax(-1))
             return torch.stack(each).mean(0)

@@ -73,7 +73,7 @@ def _cut(a: torch.fx.Node, b: torch.fx.Node) -> list[int]:
         axes = [0]
     elif "tensors" in given:  # joined: what stands behind a longer piece comes to stand elsewhere
         k, joins = given.get("dim", 0), a.target is torch.ops.aten.cat.default
-        axes = [k] if joins and any(x[k] != y[k] for x, y in zip(*shapes, strict=True)) else []
+        axes = [k] if joins and any(x[k:][:1] != y[k:][:1] for x, y in zip(*shapes, strict=True)) else []
     elif "dim" in given:
         axes = [given["dim"]]
     elif one == two:
