@@ -119,8 +119,7 @@ def is_dropout_sampler(module: Any) -> bool:
 def as_one_network(model: nn.Module) -> AbstractContextManager[Any]:
     """Have what is in evaluation mode run its network once, without dropout; within the context nothing is compiled.
 
-    Who put it into that mode puts it back. What was compiled would be compiled anew for each kind of weights, and knows
-    no transforms of ``torch.func``.
+    Who put it into that mode puts it back. What is compiled knows no transforms of ``torch.func``.
     """
     for part in filter(is_dropout_sampler, model.modules()):
         part.training = True  # in which it runs its network once

@@ -6,6 +6,7 @@ itself, and blocks move whole with the node that they belong to. What fits nowhe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
@@ -116,7 +117,7 @@ def _pairs(edges: Edges, colors: Array) -> Pairs:
 def _without_holders(pairs: Pairs) -> Pairs:
     """The pairs without those that say that a block stands in the blocks that it holds."""
     kept = {color: dict(outers) for color, outers in pairs.items()}
-    held = {color: sum(color in outers for outers in pairs.values()) for color in pairs}
+    held = Counter(outer for outers in pairs.values() for outer in outers)
     for inner in list(kept):
         for outer, own in list(kept[inner].items()):
             back = kept.get(outer, {}).get(inner)
