@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +86,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, it holds {type(values).__name__}")
     return values
+
+
+def merged(values: Iterable[Any]) -> Any:
+    """Configurations one over the other: of mappings the later entries count, entry by entry."""
+    first, *others = values
+    for later in others:
+        if isinstance(first, Mapping) and isinstance(later, Mapping):
+            both = {k: merged([first[k], later[k]]) for k in first.keys() & later.keys()}
+            first = {**first, **later, **both}
+        else:
+            first = later
+    return first

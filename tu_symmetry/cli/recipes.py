@@ -38,6 +38,11 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         default=[],
         help="change a value, may be repeated: <command>.<flag>=..., for example ensemble.trainer.max_epochs=5",
     )
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run each command at full size for a few steps, on noise where data are missing; says what all will take",
+    )
     parser.add_argument("--print-commands", action="store_true", help="print what one would type, and run nothing")
 
     def run(arguments: argparse.Namespace) -> int | None:
@@ -53,6 +58,11 @@ def table(parser: argparse.ArgumentParser) -> Handler:
                 words = typed(folder, command, Path(arguments.out or recipe.root), arguments.data_root)
                 print(shlex.join(["tu-symmetry", *words]))
             return 0
+        if arguments.rehearse:
+            from tu_symmetry.tables.rehearsal import rehearse
+
+            found = rehearse(folder, out=arguments.out, data_root=arguments.data_root, display=display)
+            return int(any(forecast.error for forecast in found))
         try:
             results = run_commands(
                 folder,

@@ -46,14 +46,15 @@ class StageProgress:
         if rate > 0:
             shown += f", {rate:.1f}/s" if rate >= 1 else f", {1 / rate:.1f} s each"
         if rate > 0 and total:
-            shown += f", {_duration(max(0.0, total - done) / rate)} left"
+            shown += f", {duration_text(max(0.0, total - done) / rate)} left"
         hidden = {"stage", "batches", "wanted", counter}
         figures = {k: v for k, v in info.items() if k not in hidden and isinstance(v, (int, float, str))}
         words = "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in figures.items())
         return f"{self.title and f'{self.title}: '}{stage}{shown}  {words}".rstrip()
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """``12 s``, ``34 min``, ``5.6 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -161,9 +161,11 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         def one(parameters: States, buffers: States, inputs: Tensor, targets: Tensor) -> tuple[Tensor, States]:
             buffers = {name: t.clone() for name, t in buffers.items()}  # BatchNorm writes into them
             outputs = functional_call(self.members, {**parameters, **buffers}, (inputs,))
-            penalty = torch.stack([p.square().sum() for p in parameters.values()]).sum()
-            prior = self.prior_precision / (2 * self._points) * penalty
-            return self.nll(outputs, targets) / len(inputs) + prior, buffers
+            loss = self.nll(outputs, targets) / len(inputs)
+            if self.prior_precision:
+                penalty = torch.stack([p.square().sum() for p in parameters.values()]).sum()
+                loss = loss + self.prior_precision / (2 * self._points) * penalty
+            return loss, buffers
 
         where = 0 if own else None
         stack = dict(self.members.named_buffers())

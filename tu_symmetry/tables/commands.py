@@ -75,6 +75,9 @@ class CommandTable:
         note: what was reduced against the paper, and why.
         paper: the paper's numbers, row to column to value.
         claims: what the paper says of them, name to sentence; the report answers each.
+        rehearsal: for :func:`~tu_symmetry.tables.rehearsal.rehearse`, by command (copies share one): ``set``, flags
+            that make it short; ``times``, how often the work and the files of what is left are in the whole;
+            ``step_times``, the same of one training step.
     """
 
     title: str
@@ -85,6 +88,7 @@ class CommandTable:
     note: str = ""
     paper: dict[str, dict[str, float | None]] = field(default_factory=dict)
     claims: dict[str, str] = field(default_factory=dict)
+    rehearsal: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def load_table(folder: str | Path) -> CommandTable:
@@ -99,6 +103,8 @@ def load_table(folder: str | Path) -> CommandTable:
         table = CommandTable(**vars(parser.instantiate(parser.parse_object(given))))
     except ArgumentError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if strangers := set(table.rehearsal) - {command.name for command in table.commands}:
+        raise ConfigError(f"{path}: rehearsal names {sorted(strangers)}, which are no commands")
     copies: dict[str, list[str]] = {}
     commands: list[CommandConfig] = []
     for command in table.commands:

@@ -144,8 +144,10 @@ class _Deadline(LastCheckpoint):
             raise OutOfTime
 
 
-def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) -> SymmetryCLI:
-    """Run what is typed after ``tu-symmetry``, ``["fit", "--config", "recipe.yaml", ...]``.
+def run_lightning(
+    arguments: Sequence[str], *, deadline: float | None = None, callbacks: Sequence[Callback] = ()
+) -> SymmetryCLI:
+    """Run what is typed after ``tu-symmetry``, ``["fit", "--config", "recipe.yaml", ...]``, with further callbacks.
 
     A fit is cut at its ``deadline`` (by :func:`time.monotonic`) without what callbacks and routines do at the end of an
     epoch or a fit, and resumes from ``checkpoints/last.ckpt`` in its folder.
@@ -153,7 +155,7 @@ def run_lightning(arguments: Sequence[str], *, deadline: float | None = None) ->
     before = sys.argv
     sys.argv = ["tu-symmetry", *arguments]  # LightningCLI warns about arguments that are not the program's own
     try:
-        own: list[Callback] = [ProgressLines(), *([] if deadline is None else [_Deadline(deadline)])]
+        own = [ProgressLines(), *callbacks, *([] if deadline is None else [_Deadline(deadline)])]
         return SymmetryCLI(trainer_defaults={"callbacks": own})
     finally:
         sys.argv = before

@@ -1,0 +1,340 @@
+"""``tu-symmetry table NAME --rehearse``: a few steps of each command at full size, and what all of it will take.
+
+Networks, batches, precision and files are those of the recipe. Of a training a few steps are run, of everything else
+what ``rehearsal`` in ``table.yaml`` names. Data sets that are not in the data folder are planted: noise in the layout
+of the real files. What was written is removed at the end, but for ``rehearsal.json`` and ``rehearsal.md``.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from tu_symmetry.configs import ConfigError, merged, read_mapping, resolve
+from tu_symmetry.datamodules import planted
+from tu_symmetry.datamodules.readers import IDX_FOLDERS
+from tu_symmetry.files import lock_folder, remove_folder, write_json, write_text
+from tu_symmetry.reporting.environment import describe_environment
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.reporting.progress import Display, duration_text
+from tu_symmetry.tables.commands import CommandConfig, CommandTable, _dotted, load_table, typed
+from tu_symmetry.tables.outcome import plain
+
+_STEPS = range(4, 9)  # of a training; as many of these as 20 seconds allow
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What one command takes, by its rehearsal.
+
+    Attributes:
+        name: of the command, or of the first of its copies.
+        copies: how often the recipe runs it.
+        seconds: of one copy, all of it; ``nan`` where the rehearsal failed.
+        rehearsed: seconds that the rehearsal took.
+        step: seconds of one training step; None for what is no training.
+        steps: training steps of one copy.
+        device_bytes: peak of what torch held on the accelerator; 0 without one.
+        host_bytes: peak resident memory of the process.
+        disk_bytes: of one copy's files.
+        error: what made the rehearsal fail, or why it was not tried.
+    """
+
+    name: str
+    copies: int
+    seconds: float = math.nan
+    rehearsed: float = 0.0
+    step: float | None = None
+    steps: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    error: str = ""
+
+
+def rehearse(
+    folder: str | Path,
+    *,
+    out: str | Path | None = None,
+    data_root: str | Path | None = None,
+    display: Display | None = None,
+) -> list[Forecast]:
+    """Rehearse every command of a recipe folder, and write and print what the whole recipe will take.
+
+    A command that fails is reported in its row, and so is what needs it; the others go on.
+
+    Args:
+        folder: the recipe folder.
+        out: folder of the rehearsal; by default the recipe's run folder with ``-rehearsal`` behind its name.
+        data_root: folder of data sets; those that are not there are planted in ``out``.
+        display: where progress is shown; the terminal by default.
+    """
+    folder, display = Path(folder), display or Display()
+    table = load_table(folder)
+    root = Path(out) if out is not None else Path(f"{table.root}-rehearsal")
+    root.mkdir(parents=True, exist_ok=True)
+    first = {name: f"{c['name']}_0" for c in read_mapping(folder / "table.yaml")["commands"] for name in _copies(c)}
+    forecasts: dict[str, Forecast] = {}
+    display.console.print(f"{table.title}: rehearsal", style="bold")
+    with lock_folder(root), planted.unverified():
+        contents = [_content(folder, command).get("command", {}).get("init_args", {}) for command in table.commands]
+        model: Mapping[str, Any] = next((c["model"] for c in contents if "model" in c and "reference" in c), {})
+        data = _Data(root / "data", Path(data_root or "data"), model)
+        try:
+            for command in table.commands:
+                name = first.get(command.name, command.name)
+                if name != command.name:
+                    if not forecasts[name].error:
+                        (root / command.name).symlink_to(name, target_is_directory=True)
+                    continue
+                copies = max(1, list(first.values()).count(name))
+                lacking = [n for n in command.needs if forecasts[first.get(n, n)].error]
+                if lacking:
+                    found = Forecast(name, copies, error=f"not tried: it needs {lacking[0]}")
+                else:
+                    display.started(name, "once" if copies == 1 else f"one of {copies}", resumed=False)
+                    found = _rehearsed(folder, table, command, copies, root, data)
+                    if not found.error:
+                        display.done(name, f"{found.rehearsed:.1f} s", f"whole: {duration_text(found.seconds)}")
+                if found.error:
+                    display.note(f"{name}: {found.error}")
+                forecasts[name] = found
+        finally:
+            for path in root.iterdir():
+                if path.is_symlink():
+                    path.unlink()
+                elif path.is_dir():
+                    remove_folder(path)
+        environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        made = list(forecasts.values())
+        grid = forecast_table(made, table.title, environment)
+        content = {"recipe": folder.name, "environment": environment, "forecasts": [asdict(f) for f in made]}
+        write_json(root / "rehearsal.json", plain(content))
+        write_text(root / "rehearsal.md", f"{grid.markdown()}\n")
+        grid.print(display.console)
+    return made
+
+
+def forecast_table(forecasts: list[Forecast], title: str, environment: Mapping[str, Any]) -> Grid:
+    """What each command takes, and all of them: seconds and disk add up, memory is the largest."""
+
+    def row(f: Forecast) -> list[str]:
+        name = f.name if f.copies == 1 else f"{f.name.removesuffix('_0')} × {f.copies}"
+        if f.error:
+            return [name, "failed", "", "", "", "", f.error[:60]]
+        step = "" if f.step is None else f"{f.steps:,} × {f.step:.3g} s"
+        sizes = [_gigabytes(size) for size in (f.device_bytes, f.host_bytes, f.copies * f.disk_bytes)]
+        return [name, step, duration_text(f.seconds), duration_text(f.copies * f.seconds), *sizes]
+
+    good = [f for f in forecasts if not f.error]
+    total = sum(f.copies * f.seconds for f in good)
+    most = [max((getattr(f, name) for f in good), default=0) for name in ("device_bytes", "host_bytes")]
+    sizes = [*map(_gigabytes, most), _gigabytes(sum(f.copies * f.disk_bytes for f in good))]
+    header = ["command", "steps", "one", "all", "device\nGB", "host\nGB", "disk\nGB"]
+    where = environment["device"] if environment["device"] != "cpu" else environment["processor"]
+    caption = f"Forecast by a rehearsal on {where}, torch {environment.get('torch')}; {environment['threads']} threads."
+    rows = [*map(row, forecasts), ["all", "", "", duration_text(total), *sizes]]
+    return Grid(f"{title}: what it takes", header, rows, caption)
+
+
+class _Pace(Callback):
+    """Times training steps, and ends a training after a few, unless the recipe says how long its rehearsal is."""
+
+    def __init__(self, *, ends: bool) -> None:
+        super().__init__()
+        self.ends, self.batches = ends, 0
+        self.stamps: list[float] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The whole length of an epoch, whatever limits it."""
+        self.batches = len(trainer.train_dataloader)  # type: ignore[arg-type]
+        self._stamp()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Take the time, and stop."""
+        self._stamp()
+        steps, seconds = len(self.stamps) - 1, self.stamps[-1] - self.stamps[0]
+        if self.ends and (steps >= _STEPS[-1] or (steps >= _STEPS[0] and seconds > _SECONDS)):
+            trainer.should_stop = True
+
+    def _stamp(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.stamps.append(time.perf_counter())
+
+    @property
+    def step(self) -> float:
+        """Seconds of one step; the first ones, in which libraries choose their algorithms, do not count."""
+        taken = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
+        return median(taken[min(2, len(taken) - 1) :])
+
+
+def _rehearsed(
+    folder: Path, table: CommandTable, command: CommandConfig, copies: int, root: Path, data: _Data
+) -> Forecast:
+    own = command.name.removesuffix("_0") if copies > 1 else command.name
+    plan = table.rehearsal.get(own, {})
+    unknown = set(plan) - {"set", "times", "step_times"}
+    if unknown:
+        raise ConfigError(f"{folder}: rehearsal of {own} has {sorted(unknown)}; it has set, times and step_times")
+    content = _content(folder, command)
+    flags, pace = dict(plan.get("set", {})), None
+    data.provide(content)
+    flags |= data.published(content, flags)
+    if command.command == "fit":
+        lengths = ("trainer.max_epochs", "trainer.max_steps", "trainer.limit_train_batches")
+        pace = _Pace(ends=not any(name in flags for name in lengths))
+        limit = content.get("trainer", {}).get("limit_val_batches", 1)
+        flags = {"trainer.limit_train_batches": _STEPS[-1], "trainer.limit_val_batches": min(limit, 2)} | flags
+    words = [*typed(folder, command, root, data.root), *_dotted(flags)]
+    cuda = torch.cuda.is_available()
+    _reset_peaks()
+    started = time.perf_counter()
+    try:
+        _execute(words, pace)
+    except (Exception, SystemExit) as error:  # whatever it is, it stands in the row, and the next one is tried
+        said = " ".join(str(error).split()) or type(error).__name__
+        return Forecast(command.name, copies, error=f"{type(error).__name__}: {said}")
+    taken = time.perf_counter() - started
+    seconds, step, steps = taken * float(plan.get("times", 1)), None, 0
+    if pace is not None:
+        step = pace.step * float(plan.get("step_times", 1))
+        steps = _whole_steps(merged([content, _nested(command.set)]), pace.batches)
+        trained = pace.stamps[-1] - pace.stamps[0]
+        seconds = (taken - trained) * float(plan.get("times", 1)) + steps * step
+    device = torch.cuda.max_memory_reserved() if cuda else 0
+    disk = sum(p.stat().st_size for p in (root / command.name).rglob("*") if p.is_file())
+    disk = int(disk * float(plan.get("times", 1)))
+    return Forecast(command.name, copies, seconds, taken, step, steps, device, _host_peak(), disk)
+
+
+def _execute(words: list[str], pace: _Pace | None) -> None:
+    from tu_symmetry.tables.functions import run_function
+    from tu_symmetry.tables.lightning import run_lightning
+
+    if words[0] == "run":
+        run_function(words[1:])
+    else:
+        run_lightning(words, callbacks=[] if pace is None else [pace])
+
+
+def _whole_steps(content: Mapping[str, Any], batches: int) -> int:
+    trainer = content.get("trainer", {})
+    limits = [(trainer.get("max_steps", -1), 1), (trainer.get("max_epochs") or 1000, batches)]
+    return min(number * size for number, size in limits if number > 0)
+
+
+class _Data:
+    """A folder with the data sets of another one, and planted ones in place of those that are not there."""
+
+    def __init__(self, root: Path, given: Path, model: Mapping[str, Any]) -> None:
+        if root.exists():
+            remove_folder(root)
+        root.mkdir()
+        self.root, self.model = root, model
+        if given.is_dir():
+            for path in given.resolve().iterdir():
+                (root / path.name).symlink_to(path, target_is_directory=path.is_dir())
+
+    def provide(self, content: Mapping[str, Any]) -> None:
+        """Plant what the classes of a configuration read and is not there."""
+        for name, options in _classes(content):
+            for there, plant in self._sets(name, options):
+                if not (self.root / there).exists():
+                    plant(self.root)
+
+    def published(self, content: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+        """Flags that have published networks read from a planted archive."""
+        given = content.get("command", {}).get("init_args", {})
+        if "folder" not in given or "source" not in given or Path(given["source"]).is_dir():
+            return {}
+        archive, model = self.root / "published" / given["folder"], self.model
+        if not archive.exists():
+            planted.plant_networks(
+                archive, lambda: resolve(model["class_path"])(**model.get("init_args", {})), flags["command.count"]
+            )
+        return {"command.source": str(self.root / "published")}
+
+    def _sets(self, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Path], None]]]:
+        key = "ood_dataset" if "ood_dataset" in options else "ood_ds"
+        kinds = [options.get("dataset"), *([options.get(key)] if options.get("eval_ood") else [])]
+        if name in ("IDXDataModule", "TomographyDataModule"):
+            for kind in filter(None, kinds):
+                yield IDX_FOLDERS[kind], partial(planted.plant_idx, name=kind)
+        if name == "CIFARDataModule":
+            kind = kinds[0] or "cifar10"
+            place = "cifar-100-python" if kind == "cifar100" else "cifar-10-batches-py"
+            yield place, partial(planted.plant_cifar, name=kind)
+        if name == "TinyImageNetDataModule":
+            yield "tiny-imagenet-200", planted.plant_tiny_imagenet
+        if options.get("eval_ood") and name in ("CIFARDataModule", "TinyImageNetDataModule"):
+            yield "test_32x32.mat", planted.plant_svhn
+        if name == "ScannedTomographyDataModule":
+            yield "walnut", planted.plant_scan
+
+
+def _classes(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Names and arguments of the classes in a configuration."""
+    if isinstance(value, Mapping):
+        if "class_path" in value:
+            yield str(value["class_path"]).rpartition(".")[2], value.get("init_args", {})
+        for inner in value.values():
+            yield from _classes(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _classes(inner)
+
+
+def _content(folder: Path, command: CommandConfig) -> dict[str, Any]:
+    made: dict[str, Any] = merged([read_mapping(folder / file) for file in command.config])
+    return made
+
+
+def _copies(command: Mapping[str, Any]) -> list[str]:
+    return [f"{command['name']}_{k}" for k in range(command.get("copies", 0))]
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in values.items():
+        *parts, last = key.split(".")
+        inner = made
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return made
+
+
+def _reset_peaks() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def _host_peak() -> int:
+    """Largest resident memory since the last reset where the system can say it, else since the process started."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f}" if size else "–"
