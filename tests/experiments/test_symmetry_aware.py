@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from drawn import normal
 from recipe_runs import (
     Typed,
     commands_of,
@@ -23,8 +24,14 @@ from torch import Tensor, nn
 
 from tu_symmetry.cli import main
 from tu_symmetry.datamodules import IDXDataModule
-from tu_symmetry.experiments.symmetry_aware import SmallLeNet, report, residual_network
-from tu_symmetry.experiments.symmetry_aware.evaluation import evaluate, member_probabilities, mutual_information, scores
+from tu_symmetry.experiments.symmetry_aware import SmallLeNet, SWAGSchedule, report, residual_network
+from tu_symmetry.experiments.symmetry_aware.evaluation import (
+    classwise_calibration_error,
+    evaluate,
+    member_probabilities,
+    mutual_information,
+    scores,
+)
 from tu_symmetry.experiments.symmetry_aware.report import ANSWERS
 from tu_symmetry.posterior.draws import network_draws
 from tu_symmetry.posterior.samples import SampleStore
@@ -80,6 +87,43 @@ def test_scores_by_scikit_learn() -> None:
         assert low <= value + 0.05 and value - 0.05 <= high
 
 
+def test_ace_is_the_mean_gap_of_each_class_in_bins_of_equal_numbers() -> None:
+    probs = normal(60, 4).softmax(-1)
+    targets = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(0)).flatten()
+    gaps = []
+    for c in range(4):
+        ranked = sorted(zip(probs[:, c].tolist(), (targets == c).tolist(), strict=True))
+        bins = [ranked[20 * k : 20 * (k + 1)] for k in range(3)]
+        gaps += [abs(sum(p - hit for p, hit in part)) / 20 for part in bins]
+    assert classwise_calibration_error(probs, targets, 3) == pytest.approx(sum(gaps) / 12, rel=1e-6)
+    sure = torch.eye(4)[targets]
+    assert classwise_calibration_error(sure, targets) == 0 < classwise_calibration_error(sure, (targets + 1) % 4)
+
+
+def test_rates_of_swag_are_those_of_its_paper() -> None:
+    """``schedule`` in the authors' run script: (t <= 0.5) 1, (t <= 0.9) linear, then the ratio."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.05)
+    schedule = SWAGSchedule(optimizer, start=20, final=0.2)
+    for epoch in range(30):
+        t = epoch / 20
+        factor = 1.0 if t <= 0.5 else 1.0 - 0.8 * (t - 0.5) / 0.4 if t <= 0.9 else 0.2
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * factor)
+        optimizer.step()
+        schedule.step()
+    with pytest.raises(ValueError, match="final in"):
+        SWAGSchedule(optimizer, start=20, final=0.0)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar10-frn", "cifar100"])
+def test_variational_networks_have_the_full_bound_and_the_prior_of_the_others(name: str) -> None:
+    content = commands_of(RECIPES / name)["vibnn_0"].content["routine"]
+    made = content["model"]["init_args"]["core_model"]["init_args"]
+    layers = [m for m in residual_network(**made).modules() if hasattr(m, "prior_sigma_1")]
+    assert content["loss"]["init_args"]["kl_weight"] == pytest.approx(len(layers) / 50_000)  # its mean over layers
+    sghmc = commands_of(RECIPES / name)["sghmc_0"].content["trainer"]["callbacks"][1]["init_args"]
+    assert {m.prior_sigma_1 for m in layers} == {0.2} and sghmc["prior_precision"] == pytest.approx(1 / 0.2**2)
+
+
 def test_probabilities_are_those_of_each_network() -> None:
     torch.manual_seed(0)
     networks = [SmallLeNet().eval() for _ in range(3)]
@@ -94,7 +138,10 @@ def row(quality: float, performance: float, homogeneity: float = 0.01) -> dict[s
     test = {"value": quality, "interval": [quality - 0.01, quality + 0.01]}
     better = ("accuracy", "aupr", "id_mi", "ood_mi")
     found = {n: [performance, performance - 0.01, performance + 0.01] for n in better}
-    found |= {n: [1 - performance, 0.99 - performance, 1.01 - performance] for n in ("ece", "ace", "brier", "fpr95")}
+    found |= {
+        n: [1 - performance, 0.99 - performance, 1.01 - performance]
+        for n in ("ece", "ace", "top_label_ace", "brier", "fpr95")
+    }
     return found | {"mmd": test, "ns": dict(test), "homogeneity": {"p_value": homogeneity}}
 
 

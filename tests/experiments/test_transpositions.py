@@ -48,7 +48,7 @@ def test_transpositions_run_end_to_end(tmp_path: Path) -> None:
         assert all(m < u for m, u in zip(panels["distance"][r], panels["distance_unmatched"][r], strict=True))
         assert results["matching"]["walk"]["transpositions"][r][0] == 0
         assert results["matching"]["walk"]["transpositions"][r][-1] == 7
-    assert "squared" in text
+    assert "after activation matching" in text
     assert (tmp_path / "report" / "transpositions.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -61,7 +61,8 @@ def table(parser: argparse.ArgumentParser) -> Handler:
         if arguments.rehearse:
             from tu_symmetry.tables.rehearsal import rehearse
 
-            found = rehearse(folder, out=arguments.out, data_root=arguments.data_root, display=display)
+            options = {"out": arguments.out, "data_root": arguments.data_root, "overrides": arguments.overrides}
+            found = rehearse(folder, **options, display=display)
             return int(any(forecast.error for forecast in found))
         try:
             results = run_commands(

@@ -144,6 +144,21 @@ def _dotted(values: Mapping[str, Any]) -> list[str]:
     return [f"--{key}={text.removesuffix('...' + chr(10)).strip()}" for key, text in dumped.items()]
 
 
+def parse_overrides(table: CommandTable, overrides: Sequence[str]) -> dict[str, list[str]]:
+    """The flags ``--FLAG=VALUE`` of each command, of ``NAME.FLAG=VALUE``."""
+    flags: dict[str, list[str]] = {command.name: [] for command in table.commands}
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        name, _, flag = key.strip().partition(".")
+        if not separator or not flag or name not in flags:
+            raise ConfigError(
+                f"--set {override!r}: write NAME.FLAG=VALUE with a command of this recipe ({', '.join(flags)}) and one "
+                "of its flags, for example hmc.routine.num_samples=100"
+            )
+        flags[name].append(f"--{flag}={value}")
+    return flags
+
+
 class TableInterrupted(Exception):
     """The time is over; the same call resumes from here."""
 
@@ -176,16 +191,7 @@ def run_commands(
     root = Path(out) if out is not None else Path(table.root)
     if root.resolve() == folder.resolve():
         raise ConfigError(f"{root} is the recipe, which a run would write into: choose another folder with --out")
-    flags: dict[str, list[str]] = {command.name: [] for command in table.commands}
-    for override in overrides:
-        key, separator, value = override.partition("=")
-        name, _, flag = key.strip().partition(".")
-        if not separator or not flag or name not in flags:
-            raise ConfigError(
-                f"--set {override!r}: write NAME.FLAG=VALUE with a command of this recipe ({', '.join(flags)}) and one "
-                "of its flags, for example hmc.routine.num_samples=100"
-            )
-        flags[name].append(f"--{flag}={value}")
+    flags = parse_overrides(table, overrides)
     deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
     (root / MARKS).mkdir(parents=True, exist_ok=True)
     with lock_folder(root):

@@ -11,7 +11,7 @@ import gc
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,7 +29,7 @@ from tu_symmetry.files import lock_folder, remove_folder, write_json, write_text
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.reporting.progress import Display, duration_text
-from tu_symmetry.tables.commands import CommandConfig, CommandTable, _dotted, load_table, typed
+from tu_symmetry.tables.commands import CommandConfig, CommandTable, _dotted, load_table, parse_overrides, typed
 from tu_symmetry.tables.outcome import plain
 
 _STEPS = range(4, 9)  # of a training; as many of these as 20 seconds allow
@@ -70,6 +70,7 @@ def rehearse(
     *,
     out: str | Path | None = None,
     data_root: str | Path | None = None,
+    overrides: Sequence[str] = (),
     display: Display | None = None,
 ) -> list[Forecast]:
     """Rehearse every command of a recipe folder, and write and print what the whole recipe will take.
@@ -80,10 +81,12 @@ def rehearse(
         folder: the recipe folder.
         out: folder of the rehearsal; by default the recipe's run folder with ``-rehearsal`` behind its name.
         data_root: folder of data sets; those that are not there are planted in ``out``.
+        overrides: ``NAME.FLAG=VALUE``, over what the rehearsal of a command sets.
         display: where progress is shown; the terminal by default.
     """
     folder, display = Path(folder), display or Display()
     table = load_table(folder)
+    more = parse_overrides(table, overrides)
     root = Path(out) if out is not None else Path(f"{table.root}-rehearsal")
     root.mkdir(parents=True, exist_ok=True)
     first = {name: f"{c['name']}_0" for c in read_mapping(folder / "table.yaml")["commands"] for name in _copies(c)}
@@ -106,7 +109,7 @@ def rehearse(
                     found = Forecast(name, copies, error=f"not tried: it needs {lacking[0]}")
                 else:
                     display.started(name, "once" if copies == 1 else f"one of {copies}", resumed=False)
-                    found = _rehearsed(folder, table, command, copies, root, data)
+                    found = _rehearsed(folder, table, command, copies, root, data, more[name])
                     if not found.error:
                         display.done(name, f"{found.rehearsed:.1f} s", f"whole: {duration_text(found.seconds)}")
                 if found.error:
@@ -183,7 +186,7 @@ class _Pace(Callback):
 
 
 def _rehearsed(
-    folder: Path, table: CommandTable, command: CommandConfig, copies: int, root: Path, data: _Data
+    folder: Path, table: CommandTable, command: CommandConfig, copies: int, root: Path, data: _Data, more: list[str]
 ) -> Forecast:
     own = command.name.removesuffix("_0") if copies > 1 else command.name
     plan = table.rehearsal.get(own, {})
@@ -199,7 +202,7 @@ def _rehearsed(
         pace = _Pace(ends=not any(name in flags for name in lengths))
         limit = content.get("trainer", {}).get("limit_val_batches", 1)
         flags = {"trainer.limit_train_batches": _STEPS[-1], "trainer.limit_val_batches": min(limit, 2)} | flags
-    words = [*typed(folder, command, root, data.root), *_dotted(flags)]
+    words = [*typed(folder, command, root, data.root), *_dotted(flags), *more]
     cuda = torch.cuda.is_available()
     _reset_peaks()
     started = time.perf_counter()

@@ -22,6 +22,7 @@ from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, Structu
 from tu_symmetry.laplace.dual.sampled import SampledEvidence
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
+from tu_symmetry.states import evenly
 from tu_symmetry.tables.outcome import Outcome
 
 JITTER = 1e-6  # on every predictive covariance, as in the authors' code
@@ -138,7 +139,9 @@ class _Rows:
         """Write the images; everything else is the outcome."""
         out.mkdir(parents=True, exist_ok=True)
         write_safetensors(out / ARRAYS, self.arrays, {})
-        return Outcome({"rows": self.entries, **further}, f"{len(self.found)} posteriors {headline}")
+        return Outcome(
+            {"rows": self.entries, **further}, f"{len({e['problem'] for e in self.entries})} posteriors {headline}"
+        )
 
 
 def linearized_posterior(
@@ -150,20 +153,23 @@ def linearized_posterior(
     num_steps: int = 1500,
     lr: float = 0.01,
     joint: bool = False,
+    problems: int | None = None,
     device: str = "auto",
 ) -> Outcome:
     """Linearized Laplace of every reconstruction, and the rows that need its noise variance; all in float64.
 
     The rate of the hyperprior is ``measurements * tv_weight``, with the weight of the training: one for all, or number
     of angles to weight. With ``joint`` also the evidence at the tangent model's optimum (Recommendation 1 of arXiv
-    2206.08900; other rows take it at the trained weights), the column U-Net of that paper's Table 1.
+    2206.08900; other rows take it at the trained weights), the column U-Net of that paper's Table 1. ``problems``: how
+    many reconstructions, evenly spaced; None for all.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
-    found, true_noise = rows.found, []
-    for index in range(len(found)):
+    found = rows.found
+    true_noise = [math.nan] * len(found)
+    for index in evenly(len(found), problems):
         network, x, operator, y = one_problem(found, index, model)
         clean = operator @ found.problem.truth[index].double().reshape(-1)
-        true_noise.append(float((found.problem.noise[index] * clean.abs().mean()) ** 2))
+        true_noise[index] = float((found.problem.noise[index] * clean.abs().mean()) ** 2)
         gain, network = noise_gain(operator), network.to(on)
         la = DualLaplace(network, structured=unet_priors(network), observation=operator.to(on))
         la.fit([(x.to(on), y.to(on).unsqueeze(0))])
@@ -188,17 +194,23 @@ def linearized_posterior(
 
 
 def dropout_posterior(
-    out: Path, reconstructions: Path, model: nn.Module, num_samples: int = 16384, device: str = "auto"
+    out: Path,
+    reconstructions: Path,
+    model: nn.Module,
+    num_samples: int = 16384,
+    problems: int | None = None,
+    device: str = "auto",
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
-    ``num_samples``: random masks; more than the image has pixels, for a covariance of full rank.
+    ``num_samples``: random masks; more than the image has pixels, for a covariance of full rank. ``problems``: how many
+    reconstructions, evenly spaced; None for all.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
     found, size = rows.found, rows.found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
-    for index in range(len(found)):
+    for index in evenly(len(found), problems):
         network, x, operator, _ = one_problem(found, index, model)
         network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
         drawn = []

@@ -266,6 +266,23 @@ def mutual_information(probs: Tensor) -> Tensor:
     return (entropy - torch.special.entr(probs).sum(-1).mean(0)).clamp_min(0)
 
 
+def classwise_calibration_error(probs: Tensor, targets: Tensor, num_bins: int = _BINS) -> float:
+    """Adaptive calibration error (ACE) of Nixon et al. 2019 (arXiv 1904.01685, section 3.3), a share in [0, 1].
+
+    For each class the points are split into bins of equal numbers by its probability; the mean over bins and classes of
+    the distance between mean probability and frequency.
+
+    Args:
+        probs: ``(B, C)``.
+        targets: class numbers ``(B,)``.
+        num_bins: at most one for each point.
+    """
+    hits = torch.nn.functional.one_hot(targets, probs.shape[-1])
+    found, order = probs.double().sort(0)
+    gaps = (found - hits.gather(0, order)).tensor_split(min(num_bins, len(probs)))
+    return float(torch.stack([part.mean(0).abs().mean() for part in gaps]).mean())
+
+
 def scores(
     probs: Tensor, targets: Tensor, ood: States, *, resamples: int = 100, seed: int = 0
 ) -> dict[str, tuple[float, float, float]]:
@@ -298,7 +315,8 @@ def scores(
         return {
             "accuracy": accuracy(p, y),
             "ece": _once(CalibrationError(**options), p, y),
-            "ace": _once(CalibrationError(adaptive=True, **options), p, y),
+            "ace": classwise_calibration_error(p, y),
+            "top_label_ace": _once(CalibrationError(adaptive=True, **options), p, y),
             "brier": _once(BrierScore(num_classes=p.shape[-1]), p, y),
             "aupr": fmean(aupr),
             "fpr95": fmean(fpr),

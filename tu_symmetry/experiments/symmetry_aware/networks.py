@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu, silu
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 class SmallLeNet(nn.Module):
@@ -38,7 +40,12 @@ class SmallLeNet(nn.Module):
 
 
 def residual_network(
-    arch: int, num_classes: int, dropout: float = 0.0, filter_response: bool = False, bayesian: bool = False
+    arch: int,
+    num_classes: int,
+    dropout: float = 0.0,
+    filter_response: bool = False,
+    bayesian: bool = False,
+    prior_std: float = 0.2,
 ) -> nn.Module:
     """TorchUncertainty's ResNet for small images, in the three forms of the paper's methods with equal weights.
 
@@ -48,11 +55,13 @@ def residual_network(
         filter_response: filter response normalization and SiLU in place of batch normalization and ReLU.
         bayesian: Bayesian layers of TorchUncertainty in place of all convolutions and linear layers, each mean at its
             layer's initialization.
+        prior_std: standard deviation of the prior of each weight of a Bayesian layer.
     """
     from torch_uncertainty.layers.bayesian import BayesConv2d, BayesLinear
     from torch_uncertainty.layers.filter_response_norm import FilterResponseNorm2d
     from torch_uncertainty.models.classification.resnet import resnet
 
+    prior = {"prior_sigma_1": prior_std, "prior_pi": 1}
     made: nn.Module = resnet(
         in_channels=3,
         num_classes=num_classes,
@@ -67,9 +76,9 @@ def residual_network(
             new: nn.Module
             if isinstance(layer, nn.Conv2d):
                 sizes: Any = (layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding)
-                new = BayesConv2d(*sizes, layer.dilation, groups=layer.groups, bias=layer.bias is not None)
+                new = BayesConv2d(*sizes, layer.dilation, groups=layer.groups, bias=layer.bias is not None, **prior)
             elif isinstance(layer, nn.Linear):
-                new = BayesLinear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+                new = BayesLinear(layer.in_features, layer.out_features, bias=layer.bias is not None, **prior)
             else:
                 continue
             with torch.no_grad():
@@ -78,3 +87,20 @@ def residual_network(
                     new.bias_mu.copy_(layer.bias)  # type: ignore[operator]
             setattr(parent, name, new)
     return made
+
+
+class SWAGSchedule(LambdaLR):
+    """The learning rates of SWAG's paper (arXiv 1902.02476, its code): constant, then linear down, then constant.
+
+    They fall from half to nine tenths of the epochs before ``start``.
+
+    Args:
+        optimizer: its learning rates are those of the first half.
+        start: epochs before the first snapshot.
+        final: the last learning rate over the first one.
+    """
+
+    def __init__(self, optimizer: Optimizer, start: int, final: float) -> None:
+        if start < 1 or not 0 < final <= 1:
+            raise ValueError(f"start must be at least 1 and final in (0, 1], got {start} and {final}")
+        super().__init__(optimizer, lambda epoch: 1 - (1 - final) * min(max(epoch / start - 0.5, 0.0) / 0.4, 1.0))

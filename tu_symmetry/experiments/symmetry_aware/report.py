@@ -23,16 +23,17 @@ COLUMNS = {
     "accuracy": "Acc % ↑",
     "ece": "ECE % ↓",
     "ace": "ACE % ↓",
+    "top_label_ace": "top-label ACE % ↓",
     "brier": "Brier % ↓",
     "aupr": "AUPR % ↑",
     "fpr95": "FPR95 % ↓",
     "id_mi": "ID MI ↓",
     "ood_mi": "OOD MI ↑",
 }
-LOWER = {"ece", "ace", "brier", "fpr95"}  # what is better when it is less
+LOWER = {"ece", "ace", "top_label_ace", "brier", "fpr95"}  # what is better when it is less
 CALIBRATION = ("ece", "ace", "brier")
 DETECTION = ("aupr", "fpr95")
-PERCENT = ("accuracy", *CALIBRATION, *DETECTION)
+PERCENT = ("accuracy", *CALIBRATION, "top_label_ace", *DETECTION)
 CONTROLS = {
     "MMD, equal sizes": "mmd_equal",
     "NS, equal sizes": "ns_equal",
