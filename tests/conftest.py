@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch starts its pools
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -38,8 +39,13 @@ def generator() -> torch.Generator:
 
 
 @pytest.fixture
-def cuda() -> torch.device:
-    """A CUDA device, real or fake (`make test-device`); tests that ask for it skip where there is none."""
+def cuda() -> Iterator[torch.device]:
+    """A CUDA device, real or fake (`make test-device`); tests that ask for it skip where there is none.
+
+    Convolutions are those of float32 there, without TF32, so that results are comparable with the CPU's.
+    """
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device; `make test-device` runs this on a fake one")
-    return torch.device("cuda", 0)
+    allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    yield torch.device("cuda", 0)
+    torch.backends.cudnn.allow_tf32 = allowed

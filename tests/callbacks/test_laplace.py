@@ -464,7 +464,9 @@ def test_the_temperature_is_one_that_is_surely_better() -> None:
         assert callback.calibration is not None and callback.laplace is not None
         found[errors] = callback.calibration
         expected = 2.0 if errors is None else errors
-        assert callback.laplace.calibrate(HeldOut().val_dataloader(), standard_errors=expected) == callback.calibration
+        again = callback.laplace.calibrate(HeldOut().val_dataloader(), standard_errors=expected)
+        assert again.temperature == callback.calibration.temperature
+        assert again.calibrated.nll == pytest.approx(callback.calibration.calibrated.nll, rel=1e-5)
     assert found[4.0].temperature < found[0.0].temperature, "vacuous: both rules choose the same"
     assert found[0.0].calibrated.nll < found[4.0].calibrated.nll <= found[4.0].network.nll
     assert FitLaplace().standard_errors == 2.0  # here it chooses as 0 does

@@ -120,11 +120,14 @@ def test_a_cut_run_resumes_to_the_same_result_and_writes_at_its_end(tmp_path):
     second = routine()
     keep = ModelCheckpoint(dirpath=tmp_path / "b", save_last=True)
     fit(second, own, 40, keep, ckpt=tmp_path / "last.ckpt", folder=tmp_path)
-    assert torch.equal(whole.best_loss, second.best_loss)
+    close = (
+        {"rtol": 1e-3, "atol": 1e-4} if torch.cuda.is_available() else {"rtol": 0, "atol": 0}
+    )  # cuDNN adds in any order
+    torch.testing.assert_close(whole.best_loss, second.best_loss, **close)
     for a, b in zip(whole.best.parameters(), second.best.parameters(), strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, **close)
     fit(routine(out=tmp_path / "found"), own, 40, ckpt=tmp_path / "b" / "last.ckpt", folder=tmp_path)  # no step is left
-    assert torch.equal(Reconstructions.load(tmp_path / "found").images, whole.reconstructions(own))
+    torch.testing.assert_close(Reconstructions.load(tmp_path / "found").images, whole.reconstructions(own), **close)
 
 
 def test_quality_is_logged(tmp_path):

@@ -326,8 +326,8 @@ class DualLaplace(Brief):
             drawn = torch.randn(num_samples, size, generator=generator, dtype=torch.float64, device="cpu")
             return drawn.to(covariance)
 
-        values, vectors = torch.linalg.eigh(covariance)  # it may be singular
-        drawn = (normal(len(covariance)) * values.clamp(min=0).sqrt()) @ vectors.mT
+        values, vectors = torch.linalg.eigh(covariance)  # it may be singular; by the symmetric root, whatever the signs
+        drawn = ((normal(len(covariance)) @ vectors) * values.clamp(min=0).sqrt()) @ vectors.mT
         if not prior:
             seen = drawn @ self._rows.mT + math.sqrt(self.noise_variance) * normal(self._size)
             weights = torch.cholesky_solve(seen.unsqueeze(-1), self._root(self.phi)).squeeze(-1)
