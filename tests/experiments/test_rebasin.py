@@ -115,6 +115,8 @@ def test_permuted_copies_have_barriers_and_matching_removes_them(planted: tuple[
     assert single["accuracy"] > 0.5
     for member in measured["members"]:
         assert member == pytest.approx(single, rel=1e-5)
+    for key, value in measured["ensemble"].items():  # of copies of one function
+        assert value == pytest.approx(single[key], rel=1e-5)
     assert measured["pairs"] == [[0, 1], [0, 2], [1, 2]]
     for path in measured["methods"]["none"]["paths"]["none"]:
         assert path["barrier"] > 0.1 and path["middle_accuracy"] < single["accuracy"]

@@ -20,11 +20,11 @@ from torch import nn
 from tu_symmetry.alignment.barrier import chord_excess, classifier_scores, interpolate
 from tu_symmetry.alignment.repair import Correction, correct
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches
+from tu_symmetry.evaluation import Batches, accuracy, mean_probabilities
 from tu_symmetry.experiments.rebasin.matching import Members
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import FileError
-from tu_symmetry.states import State, mean_state
+from tu_symmetry.states import State, mean_state, stack_states
 from tu_symmetry.tables.outcome import Outcome
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
@@ -76,6 +76,9 @@ def measure(
 
     permutations = found.pop("permutations")
     singles = [scores(state) for state in members.states]
+    together = mean_probabilities(members.model, stack_states(members.states), test)
+    loss = float(-together.gather(1, test.y[:, None]).clamp(min=1e-30).log().mean())
+    ensemble = {"loss": loss, "accuracy": accuracy(together, test.y)}
     methods: dict[str, Any] = {}
     for method in tracked("measuring", list(found["methods"]), str):
         states = members.matched(permutations[method])
@@ -93,7 +96,14 @@ def measure(
 
     shown = (f"{name} {mean_barrier(name, 'none')} → {mean_barrier(name, 'batchnorm')}" for name in methods)
     return Outcome(
-        {"members": singles, "pairs": members.pairs, "ratios": ratios, "methods": methods, "matching": found},
+        {
+            "members": singles,
+            "ensemble": ensemble,
+            "pairs": members.pairs,
+            "ratios": ratios,
+            "methods": methods,
+            "matching": found,
+        },
         f"barrier, no correction → statistics re-estimated: {', '.join(shown)}",
     )
 

@@ -160,22 +160,29 @@ def barrier_table(title: str, found: Found) -> Grid:
 
 
 def accuracy_table(title: str, found: Found) -> Grid:
-    """Accuracy halfway between two networks, and of the mean of all, with its loss."""
-    single, loss = (fmean(member[key] for member in found["members"]) for key in ("accuracy", "loss"))
+    """Accuracy halfway between two networks, and of the mean of all, with its loss; below them ensemble and members."""
+    members = found["members"]
+    single, loss = (fmean(member[key] for member in members) for key in ("accuracy", "loss"))
 
     def halfway(measured: Found, c: str) -> str:
-        return f"{100 * fmean(path['middle_accuracy'] for path in measured['paths'][c]):.1f}"
+        return (
+            f"{100 * fmean(path['middle_accuracy'] for path in measured['paths'][c]):.1f}" if measured["paths"] else ""
+        )
 
     def mean(measured: Found, c: str) -> str:
-        return f"{100 * measured['mean'][c]['accuracy']:.1f}\n{_finite(measured['mean'][c]['loss']):.3f}"
+        one = measured["mean"].get(c)
+        return f"{100 * one['accuracy']:.1f}\n{_finite(one['loss']):.3f}" if one else ""
 
     columns: dict[str, Any] = {f"halfway\n{SHORT[c]}": lambda one, c=c: halfway(one, c) for c in CORRECTIONS}
     columns |= {f"mean\n{SHORT[c]}": lambda one, c=c: mean(one, c) for c in CORRECTIONS}
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
-        f"{len(found['members'])} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats"
+        f"{len(members)} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats; the "
+        f"ensemble stores and runs all {len(members)}"
     )
     rows = {METHODS[method]: measured for method, measured in found["methods"].items()}
+    rivals = {"the ensemble": found["ensemble"], "the best member": min(members, key=lambda one: _finite(one["loss"]))}
+    rows |= {name: {"paths": {}, "mean": {"none": one}} for name, one in rivals.items()}
     return table(f"{title}: merged networks", rows, columns, caption)
 
 
