@@ -12,6 +12,7 @@ import yaml
 from drawn import normal
 from recipe_runs import (
     Typed,
+    assert_goes_on,
     commands_of,
     plant_cifar100,
     plant_images,
@@ -26,6 +27,9 @@ from tu_symmetry.cli import main
 from tu_symmetry.datamodules import IDXDataModule
 from tu_symmetry.experiments.symmetry_aware import SmallLeNet, SWAGSchedule, report, residual_network
 from tu_symmetry.experiments.symmetry_aware.evaluation import (
+    Judge,
+    Networks,
+    _networks,
     classwise_calibration_error,
     evaluate,
     member_probabilities,
@@ -33,9 +37,13 @@ from tu_symmetry.experiments.symmetry_aware.evaluation import (
     scores,
 )
 from tu_symmetry.experiments.symmetry_aware.report import ANSWERS
+from tu_symmetry.metrics.functional import largest_weights, pairwise_mutual_information, removal
+from tu_symmetry.metrics.functional.discrepancy import weight_vectors
+from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.draws import network_draws
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, stack_states
+from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.functions import build_parser
 from tu_symmetry.tables.report import answered
@@ -214,6 +222,87 @@ def test_bad_input_is_refused_before_anything_is_computed(tmp_path: Path) -> Non
             evaluate(tmp_path / "out", model, data, good, runs, {}, **given)  # type: ignore[arg-type]
 
 
+def judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Judge, Networks, Networks, dict[str, Any]]:
+    """A row of two runs and a reference, three networks at a time, and what is removed."""
+    torch.manual_seed(0)
+    runs = [store(folder / f"run_{k}", [SmallLeNet().state_dict() for _ in range(4)]) for k in range(2)]
+    there = store(folder / "reference", [SmallLeNet().state_dict() for _ in range(7)])
+    model = SmallLeNet().eval()
+    graph = discover_symmetries(model, torch.randn(2, 1, 28, 28))
+    monkeypatch.setattr("tu_symmetry.experiments.symmetry_aware.evaluation._NETWORKS", 3)
+    monkeypatch.setattr("tu_symmetry.experiments.symmetry_aware.evaluation._POINTS", 4)
+    row, reference = (_networks(f, n, model.state_dict()) for f, n in ((runs, 8), ([there], None)))
+    judge = Judge(model, graph, torch.device("cpu"), 5, 0, folder / "forms")
+    forms = {"mmd": None, "ns": removal("paper"), "ns_aligned": removal("min_mass", align_to=reference[0])}
+    return judge, row, reference, forms
+
+
+def test_networks_that_are_streamed_are_measured_as_if_all_were_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, row, reference, forms = judged(tmp_path, monkeypatch)
+    sets = [stack_states([networks[k] for k in range(len(networks))]) for networks in (row, reference)]
+    stack, largest = SampleStore.stack, [0]
+
+    def counted(self: SampleStore, indices: Any, **more: Any) -> Any:
+        largest[0] = max(largest[0], len(indices))
+        return stack(self, indices, **more)
+
+    monkeypatch.setattr(SampleStore, "stack", counted)
+    x = torch.rand(10, 1, 28, 28)
+    found, homogeneity = judge.quality(row, forms, reference, row.runs, 3), judge.homogeneity(row)
+    probs, pairs, marginal = judge.probabilities(row, x), judge.pairwise(row, x), judge.marginal(row)
+    assert largest == [3], "more networks were in memory"
+
+    graph = judge.graph
+    for name, form in forms.items():
+        vectors = [
+            weight_vectors({n: s[n] for n in judge.names})
+            if form is None
+            else weight_vectors(s, graph=graph, removed=form)
+            for s in sets
+        ]
+        for suffix, sizes in (("", "given"), ("_equal", "equal")):
+            generator = torch.Generator().manual_seed(3)
+            options = {"bootstraps": 5, "groups": (row.runs, None), "generator": generator}
+            expected = vectors_test(*vectors, sizes=sizes, **options)
+            one = found[f"{name}{suffix}"]
+            assert one["value"] == pytest.approx(expected.value, rel=1e-5, abs=1e-7)
+            assert one["p_value"] == pytest.approx(expected.p_value)
+            assert one["interval"] == pytest.approx(expected.interval, rel=1e-5, abs=1e-7)
+    flat = [torch.cat([t.flatten(1) for t in v.values()], 1).double() for v in vectors]
+    assert found["quotient"]["aligned_l2"] == pytest.approx(float(torch.cdist(*flat).mean()), rel=1e-5)
+    torch.testing.assert_close(probs, member_probabilities(judge.model, sets[0], x))
+    torch.testing.assert_close(pairs, pairwise_mutual_information(probs).double(), rtol=1e-4, atol=3e-6)
+    assert homogeneity["largest"] == {
+        name: {"counts": own.counts.tolist(), "index": own.index.tolist(), "p_value": own.p_value}
+        for name, own in largest_weights(graph, sets[0], generator=judge.generator()).items()
+    }
+    layer = forms["ns"].apply(graph, sets[0])["conv1.weight"].flatten()
+    assert marginal["after"][0] == pytest.approx(float(torch.quantile(layer, 0.005)), rel=1e-5)
+    assert not (tmp_path / "forms" / "row").exists()
+
+
+def test_canonical_forms_go_on_where_they_were_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, _, reference, forms = judged(tmp_path, monkeypatch)
+    form, appended = forms["ns"], []
+    append = SampleStore.append
+
+    def cut(self: SampleStore, *given: Any, **more: Any) -> None:
+        if len(appended) == 1:
+            raise KeyboardInterrupt
+        appended.append(append(self, *given, **more))
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SampleStore, "append", cut)
+        judge.formed(reference, form, "ns")
+    members = judge.formed(reference, form, "ns")
+    expected = form.apply(judge.graph, stack_states([reference[k] for k in range(7)]))
+    for k, (found, place) in enumerate(members):
+        for name in judge.names:
+            torch.testing.assert_close(found.tensor(place, name), expected[name][k])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_rows_of_random_networks_are_evaluated_and_reported(tmp_path: Path) -> None:
@@ -232,7 +321,8 @@ def test_rows_of_random_networks_are_evaluated_and_reported(tmp_path: Path) -> N
     ood: Any = {name: images(eval_ood=True, ood_dataset=name, ood_size=40) for name in ("fashion_mnist", "kmnist")}
     given: dict[str, Any] = {"ood": ood, "one_run": {"hmc": run("hmc")}, "predictive": tmp_path / "trusted.npz"}
     sizes = {"num_samples": 6, "resamples": 5, "device": "cpu"}
-    made = evaluate(tmp_path, SmallLeNet(), images(), run("reference"), one, several, **given, **sizes)
+    folder, model = run("reference"), SmallLeNet()
+    made = assert_goes_on(lambda out: evaluate(out, model, images(), folder, one, several, **given, **sizes), tmp_path)
     made.save(tmp_path / "evaluation")
     found = made.results
     assert len(found["rows"]) == 5 and len(found["rows"]["one mode/swag"]) == 2

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,29 +21,30 @@ from torchmetrics.functional.classification import binary_average_precision
 
 from tu_symmetry.evaluation import accuracy, chosen_device
 from tu_symmetry.experiments.study import tracked
+from tu_symmetry.files import digest_file, digest_of, remove_folder
 from tu_symmetry.metrics import MarginalHomogeneity
 from tu_symmetry.metrics.functional import (
     Removal,
     diversity_summary,
-    largest_weights,
     pairwise_mutual_information,
     predictive_agreement,
     predictive_total_variation,
     removal,
-    vector_distances,
 )
-from tu_symmetry.metrics.functional.discrepancy import weight_vectors
-from tu_symmetry.metrics.functional.two_sample import vectors_test
+from tu_symmetry.metrics.functional.distances import Projections, pooled_distances
+from tu_symmetry.metrics.functional.homogeneity import largest_test, largest_units
+from tu_symmetry.metrics.functional.two_sample import distances_test, streamed_distances
 from tu_symmetry.posterior.published import CHECKPOINTS, collect_checkpoints
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting.progress import show_progress
 from tu_symmetry.states import evenly, sample_count
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
 ONE, MULTI = "one mode", "several modes"
-_NETWORKS = 50  # on the device at a time
+_NETWORKS = 50  # in memory at a time
+_POINTS = 500  # whose probabilities are on the device at a time, of all networks
 _BINS = 15  # of calibration errors, as in TorchUncertainty's routine
 _LEVELS = torch.linspace(0.005, 0.995, 100, device="cpu")  # of quantiles of the marginals
 States = Mapping[str, Tensor]
@@ -80,8 +82,11 @@ def evaluate(
 ) -> Outcome:
     """Every column of the table with its interval, for every row.
 
-    All folders are read and compared with the architecture before anything is computed. In main memory are the
-    reference, its vectors, and one posterior; on the device the vectors of one posterior, or 50 networks.
+    All folders are compared with the architecture before anything is computed. No more than 50 networks are in memory
+    at a time: canonical forms go to stores in ``out/forms`` (a network's size each, twice for the reference, removed at
+    the end), and distances are added up over columns of 1 GiB; of a row ``16 N^2`` bytes are left for each tensor, of
+    ``N`` networks of row and reference together. Every row is kept in ``out/parts`` at once, so that a command that was
+    cut goes on with the next one.
 
     Args:
         reference: run folder of the reference networks.
@@ -106,149 +111,249 @@ def evaluate(
     extra = {name: [folder] for name, folder in (one_run or {}).items()}
     for folders in [*(posterior for posteriors in rows.values() for posterior in posteriors), *extra.values()]:
         _networks(folders, num_samples, like)  # what is wrong with one is said before anything is computed
-    references, _ = _networks([reference], None, like)
+    references = _networks([reference], None, like)
     test = _test_set(data, 0)
     others = {name: _test_set(module, 1)[0] for name, module in ood.items()}
     trusted = None if predictive is None else _trusted(predictive, len(test[0]))
     model = model.eval()
     graph = discover_symmetries(model, test[0][:2])
     graph.require_verified()
-    judge = Judge(model.to(chosen_device(device)), graph, chosen_device(device), resamples, seed)
+    judge = Judge(model.to(chosen_device(device)), graph, chosen_device(device), resamples, seed, out / "forms")
+    options = [
+        num_samples,
+        diversity_networks,
+        resamples,
+        seed,
+        references.key,
+        digest_tensors(*test, *others.values()),
+    ]
+    kept = Parts(out / "parts", [*options, None if predictive is None else digest_file(predictive)])
     forms = {
         "mmd": None,
         "ns": removal("paper"),
-        "ns_aligned": removal("min_mass", align_to={n: t[0].to(judge.device) for n, t in references.items()}),
+        "ns_aligned": removal("min_mass", align_to=references[0]),
     }
-    compared = {name: judge.vectors(references, form) for name, form in forms.items()}
-    found: dict[str, Any] = {row: [] for row in rows}
-    shown = {"reference": judge.marginal(references)}
-    jobs = [(row, folders) for row, posteriors in rows.items() for folders in posteriors]
-    for row, folders in tracked("evaluating", jobs, lambda job: job[0]):
-        states, numbers = _networks(folders, num_samples, like)
-        runs = numbers if row.startswith(MULTI) else None
-        entry = judge.quality(states, forms, compared, runs, zlib.crc32(f"{seed}/{row}".encode()))
-        probs = judge.probabilities(states, test[0]).cpu()
-        outside = {name: judge.probabilities(states, x).cpu() for name, x in others.items()}
+
+    def measure(row: str, networks: Networks) -> dict[str, Any]:
+        runs = networks.runs if row.startswith(MULTI) else None
+        entry = judge.quality(networks, forms, references, runs, zlib.crc32(f"{seed}/{row}".encode()))
+        probs = judge.probabilities(networks, test[0])
+        outside = {name: judge.probabilities(networks, x) for name, x in others.items()}
         entry |= scores(probs, test[1], outside, resamples=resamples, seed=seed)
         if trusted is not None:
             entry["agreement"] = float(predictive_agreement(probs.double(), trusted))
             entry["total_variation"] = float(predictive_total_variation(probs.double(), trusted))
-        entry["homogeneity"] = judge.homogeneity(states)
-        if not found[row]:
-            shown[row] = judge.marginal(states)
-        found[row].append(entry)
-        del states  # before the next are read
-    marginals = {name: judge.homogeneity(_networks(own, num_samples, like)[0]) for name, own in extra.items()}
-    marginals["reference"] = judge.homogeneity(references)
-    diversity, pairs = judge.diversity({n: t[:diversity_networks] for n, t in references.items()}, test[0], others)
+        entry["homogeneity"] = judge.homogeneity(networks)
+        return {"entry": entry, "marginal": judge.marginal(networks)}
+
+    def measure_reference() -> dict[str, Any]:
+        first = references.first(diversity_networks)
+        diversity, pairs = judge.diversity(first, test[0], others)
+        marginals = {n: judge.homogeneity(_networks(own, num_samples, like)) for n, own in extra.items()}
+        marginals["reference"] = judge.homogeneity(references)
+        found = {"homogeneity": marginals, "diversity": diversity, "pairs": pairs}
+        return found | {"marginal": judge.marginal(references)}
+
+    found: dict[str, Any] = {row: [] for row in rows}
+    marginals: dict[str, Any] = {}
+    jobs = [(row, k, folders) for row, posteriors in rows.items() for k, folders in enumerate(posteriors)]
+    for row, k, folders in tracked("evaluating", jobs, lambda job: job[0]):
+        networks = _networks(folders, num_samples, like)
+        part = kept.take(f"{row}-{k}-{digest_of(networks.key)[:8]}", measure, row, networks)
+        found[row].append(part["entry"])
+        marginals.setdefault(row, part["marginal"])
+    of_reference = kept.take("reference", measure_reference)
+    shown = {"reference": of_reference.pop("marginal")} | marginals
+    if (out / "forms").exists():
+        remove_folder(out / "forms")
     result = {
         "rows": found,
-        "networks": {"reference": sample_count(references), "row": num_samples},
-        "homogeneity": marginals,
-        "diversity": diversity,
-        "pairs": pairs,
+        "networks": {"reference": len(references), "row": num_samples},
+        **of_reference,
         "marginals": {"levels": _LEVELS.tolist(), "sets": shown},
     }
     least = min(found, key=lambda row: found[row][0]["ns"]["value"])
     return Outcome(result, f"{len(found)} rows; least NS: {least}")
 
 
+@dataclass(frozen=True)
+class Networks:
+    """Networks in sample stores, read some at a time.
+
+    Attributes:
+        members: the stores, and the place of each network in its own.
+        runs: the number of the run of each network, ``[networks]``.
+        key: what tells these networks from others.
+    """
+
+    members: list[tuple[SampleStore, int]]
+    runs: Tensor
+    key: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        store, place = self.members[index]
+        return _wide(store[place])
+
+    def first(self, count: int) -> Networks:
+        """The first ``count`` of them."""
+        return Networks(self.members[:count], self.runs[:count], self.key)
+
+    def blocks(self, device: torch.device) -> Iterator[dict[str, Tensor]]:
+        """Stacked states of 50 networks at most, in float32, in order."""
+        for store, members in groupby(self.members, key=lambda member: member[0]):
+            places = [place for _, place in members]
+            for start in range(0, len(places), _NETWORKS):
+                yield _wide(store.stack(places[start : start + _NETWORKS], device=device))
+
+
+def _wide(state: States) -> dict[str, Tensor]:
+    return {n: t.float() if t.is_floating_point() else t for n, t in state.items()}
+
+
 @dataclass
 class Judge:
-    """What is measured of the networks of one posterior; no more than 50 of them are on the device at a time."""
+    """What is measured of the networks of one posterior; no more than 50 of them are in memory at a time."""
 
     model: nn.Module
     graph: SymmetryGraph
     device: torch.device
     resamples: int
     seed: int
+    forms: Path
 
     def generator(self) -> torch.Generator:
         """A new generator, always the same."""
         return torch.Generator().manual_seed(self.seed)
 
-    def parts(self, states: States) -> Iterator[dict[str, Tensor]]:
-        """Some of the networks after the others, on the device."""
-        for start in range(0, sample_count(states), _NETWORKS):
-            yield {n: t[start : start + _NETWORKS].to(self.device) for n, t in states.items()}
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that are compared."""
+        return [name for name in self.graph.shapes if name not in self.graph.buffers]
 
-    def vectors(self, states: States, form: Removal | None) -> dict[str, Tensor]:
-        """Vectors in main memory, of forms that are computed on the device."""
-        if form is None:
-            return weight_vectors({n: states[n] for n in self.graph.shapes if n not in self.graph.buffers})
-        made: dict[str, list[Tensor]] = {}
-        for part in self.parts(states):
-            for name, vectors in weight_vectors(part, graph=self.graph, removed=form).items():
-                made.setdefault(name, []).append(vectors.cpu())
-        return {name: torch.cat(vectors) for name, vectors in made.items()}
+    def formed(self, networks: Networks, form: Removal, name: str) -> list[tuple[SampleStore, int]]:
+        """Canonical forms in a store, in the precision of the networks' own; one that was begun is gone on with."""
+        store = SampleStore.open_if_there(self.forms / name)
+        if store is None:
+            store = SampleStore.create(self.forms / name, architecture=form.name, method="canonical form")
+        kinds = {n: t.dtype for n, t in networks.members[0][0][0].items()}
+        begun, done = len(store), 0
+        for block in networks.blocks(self.device):
+            count = sample_count(block)
+            if (done := done + count) > begun:
+                made = form.apply(self.graph, block)
+                stack = {n: made[n].to("cpu", kinds[n]) for n in self.names}
+                store.append(stack, step=range(done - count, done))
+        return [(store, place) for place in range(len(store))]
 
-    def probabilities(self, states: States, x: Tensor) -> Tensor:
-        """Class probabilities ``(S, B, C)``."""
-        return torch.cat([member_probabilities(self.model, part, x) for part in self.parts(states)])
+    def probabilities(self, networks: Networks, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Class probabilities ``(S, B, C)`` in main memory."""
+        made, done = torch.empty(0, device="cpu"), 0
+        for block in networks.blocks(self.device):
+            part = member_probabilities(self.model, block, x)
+            if not done:
+                made = torch.empty((len(networks), *part.shape[1:]), dtype=dtype, device="cpu")
+            made[done : (done := done + len(part))] = part
+        return made
 
     def quality(
         self,
-        states: States,
+        networks: Networks,
         forms: Mapping[str, Removal | None],
-        references: Mapping[str, States],
+        references: Networks,
         runs: Tensor | None,
         seed: int,
     ) -> dict[str, Any]:
         """Discrepancies from the reference, plain and without symmetries, each also at equal sizes."""
         found: dict[str, Any] = {}
+        count = len(networks)
         for name, form in forms.items():
-            own = self.vectors(states, form)
-            there = {n: t.to(self.device) for n, t in own.items()}
+            own, there = networks.members, references.members
+            if form is not None:
+                own, there = self.formed(networks, form, "row"), self.formed(references, form, name)
             removed = "nothing" if form is None else form.name
             options: dict[str, Any] = {"removed": removed, "bootstraps": self.resamples, "groups": (runs, None)}
+            projected = Projections(torch.Generator().manual_seed(seed)) if name == "ns_aligned" else None
+            each = None if projected is None else projected.add
+            streamed = streamed_distances([*own, *there], names=self.names, device=self.device, each=each)
+            distances = [(one.cpu(), two.cpu()) for one, two in streamed]
             for suffix, sizes in (("", "given"), ("_equal", "equal")):
                 generator = torch.Generator().manual_seed(seed)
-                test = vectors_test(there, references[name], sizes=sizes, generator=generator, **options)
-                found[f"{name}{suffix}"] = asdict(test)
-            if name == "ns_aligned":
-                a, b = (torch.cat(list(vectors.values()), dim=1) for vectors in (own, references[name]))
-                options = {"generator": torch.Generator().manual_seed(seed), "device": self.device}
-                found["quotient"] = asdict(vector_distances(a, b, **options)) | {"removed": removed}
+                tested = distances_test(distances, count, sizes=sizes, generator=generator, **options)
+                found[f"{name}{suffix}"] = asdict(tested)
+            if projected is not None:
+                pooled = torch.stack([two.square() for _, two in distances]).sum(0).sqrt()
+                found["quotient"] = asdict(pooled_distances(pooled, projected, count)) | {"removed": removed}
+            if form is not None:
+                remove_folder(self.forms / "row")
         return found
 
-    def homogeneity(self, states: States) -> dict[str, Any]:
+    def homogeneity(self, networks: Networks) -> dict[str, Any]:
         """P-value of the corollary, and where each layer's largest weight is."""
         metric = MarginalHomogeneity(self.graph, num_resamples=499, seed=self.seed)
-        metric.update(states)
+        units: dict[str, list[Tensor]] = {}
+        for block in networks.blocks(torch.device("cpu")):
+            metric.update(block)
+            for name, own in largest_units(self.graph, block).items():
+                units.setdefault(name, []).append(own)
+        tests = largest_test(self.graph, {n: torch.cat(own) for n, own in units.items()}, generator=self.generator())
         largest = {
-            name: {"counts": found.counts.tolist(), "index": found.index.tolist(), "p_value": found.p_value}
-            for name, found in largest_weights(self.graph, states, generator=self.generator()).items()
+            name: {"counts": one.counts.tolist(), "index": one.index.tolist(), "p_value": one.p_value}
+            for name, one in tests.items()
         }
         return {"p_value": float(metric.compute()), "largest": largest}
 
-    def diversity(self, states: States, test: Tensor, others: States) -> tuple[dict[str, Any], dict[str, Any]]:
+    def diversity(
+        self, networks: Networks, test: Tensor, others: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Pairwise mutual information of networks, in and (each set by itself) out of distribution."""
-        inside = self.probabilities(states, test)
+        inside = self.pairwise(networks, test)
         upper = torch.triu_indices(len(inside), len(inside), 1, device="cpu")
         i, j = upper[:, :: max(1, upper.shape[1] // 2000)]  # enough for a figure
         found, pairs = {}, {}
         for name, x in others.items():
-            outside = self.probabilities(states, x)
-            a, b = (pairwise_mutual_information(probs).double().cpu() for probs in (inside, outside))
-            found[name] = asdict(diversity_summary(a, b, bootstraps=self.resamples, generator=self.generator()))
-            pairs[name] = [a[i, j].tolist(), b[i, j].tolist()]
+            outside = self.pairwise(networks, x)
+            found[name] = asdict(
+                diversity_summary(inside, outside, bootstraps=self.resamples, generator=self.generator())
+            )
+            pairs[name] = [inside[i, j].tolist(), outside[i, j].tolist()]
         return found, pairs
 
-    def marginal(self, states: States) -> dict[str, list[float]]:
+    def pairwise(self, networks: Networks, x: Tensor) -> Tensor:
+        """Mean mutual information ``(S, S)`` of all pairs; probabilities of over 2 GiB are kept in half precision."""
+        classes = member_probabilities(self.model, {n: t[None] for n, t in networks[0].items()}, x[:1]).shape[-1]
+        large = 4 * len(networks) * len(x) * classes > 2**31
+        probs = self.probabilities(networks, x, torch.float16 if large else torch.float32)
+        total = torch.zeros(len(probs), len(probs), dtype=torch.float64, device="cpu")
+        for points in probs.split(_POINTS, dim=1):
+            part = points.to(self.device).float()
+            total += pairwise_mutual_information(part / part.sum(-1, keepdim=True)).cpu() * points.shape[1]
+        return total / len(x)
+
+    def marginal(self, networks: Networks) -> dict[str, list[float]]:
         """Quantiles of the marginals of the first layer's weights, before and after removal."""
-        shapes = {name: shape for name, shape in self.graph.shapes.items() if name not in self.graph.buffers}
-        layer = next(name for name, shape in shapes.items() if len(shape) > 1)
-        after = torch.cat([removal("paper").apply(self.graph, part)[layer].cpu() for part in self.parts(states)])
+        layer = next(name for name in self.names if len(self.graph.shapes[name]) > 1)
+        sets: dict[str, list[Tensor]] = {"before": [], "after": []}
+        for block in networks.blocks(self.device):
+            sets["before"].append(block[layer].cpu())
+            sets["after"].append(removal("paper").apply(self.graph, block)[layer].cpu())
+        joined = {when: torch.cat(parts).flatten() for when, parts in sets.items()}
         return {
-            when: torch.quantile(t.flatten()[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist()
-            for when, t in {"before": states[layer], "after": after}.items()
+            when: torch.quantile(t[:: max(1, t.numel() // 10**6)].float(), _LEVELS).tolist()
+            for when, t in joined.items()
         }
 
 
 @torch.no_grad()
-def member_probabilities(model: nn.Module, states: States, x: Tensor, batch_size: int = 1000) -> Tensor:
-    """Class probabilities ``(S, B, C)`` of every network of a stack, on its device, where the model has to be."""
+def member_probabilities(model: nn.Module, states: States, x: Tensor, batch_size: int | None = None) -> Tensor:
+    """Class probabilities ``(S, B, C)`` of every network of a stack, on its device, where the model has to be.
+
+    25 networks run at once, on batches of 8 M values together unless their size is given.
+    """
     model.eval()
+    batch_size = batch_size or max(1, min(1000, 2**23 // (25 * max(1, x[:1].numel()))))
     device = next(iter(states.values())).device
     names = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
     known = {n: t for n, t in states.items() if n in names}
@@ -344,9 +449,11 @@ def _once(metric: Any, p: Tensor, y: Tensor) -> float:
     return float(metric.compute())
 
 
-def _networks(folders: Sequence[Path], wanted: int | None, like: States) -> tuple[dict[str, Tensor], Tensor]:
-    """Networks of the runs' stores in equal shares, evenly spaced in each, and the number of the run of each."""
-    stacks, numbers = [], []
+def _networks(folders: Sequence[Path], wanted: int | None, like: States) -> Networks:
+    """Networks of the runs' stores in equal shares, evenly spaced in each."""
+    members: list[tuple[SampleStore, int]] = []
+    numbers: list[int] = []
+    key: list[Any] = []
     for k, folder in enumerate(folders):
         store = SampleStore.open(folder / "samples", like=like)
         count = len(store) if wanted is None else wanted // len(folders) + (k < wanted % len(folders))
@@ -354,12 +461,12 @@ def _networks(folders: Sequence[Path], wanted: int | None, like: States) -> tupl
             raise ValueError(
                 f"{folder} holds {len(store)} networks, {count} are wanted: train longer, or ask for fewer"
             )
-        stack = store.stack(evenly(len(store), count))
-        stacks.append({n: t.float() if t.is_floating_point() else t for n, t in stack.items()})
+        members += [(store, place) for place in evenly(len(store), count)]
         numbers += [k] * count
+        key.append([digest_file(store.folder / "shards.log"), count])
     if len(numbers) < 2:
         raise ValueError(f"{folders[0]} holds {len(numbers)} network; a posterior needs at least two")
-    return {n: torch.cat([s[n] for s in stacks]) for n in stacks[0]}, torch.tensor(numbers, device="cpu")
+    return Networks(members, torch.tensor(numbers, device="cpu"), key)
 
 
 def _test_set(data: LightningDataModule, number: int) -> tuple[Tensor, Tensor]:

@@ -42,42 +42,58 @@ def vector_distances(
     are, and 2**28 entries go to ``device`` at a time; ``generator`` draws the directions of the projections.
     """
     a, b = checked_samples(x, y)
-    s, t = len(a), len(b)
     pooled = functools.reduce(torch.hypot, (pairwise_distances(torch.cat(block), 2) for block in _blocks(a, b, device)))
+    projected = Projections(generator)
+    for block in _blocks(a, b, device):
+        projected.add(torch.cat(block))
+    return pooled_distances(pooled, projected, len(a))
+
+
+def pooled_distances(pooled: Tensor, projected: Projections, count_x: int) -> VectorDistances:
+    """:func:`vector_distances` from the L2 distances of all pooled vectors ``(N, N)``, those of ``x`` first."""
+    s, t = count_x, len(pooled) - count_x
     within = float(pooled[:s, :s].sum() / (s * (s - 1))), float(pooled[s:, s:].sum() / (t * (t - 1)))
     between = float(pooled[:s, s:].mean())
     return VectorDistances(
         aligned_l2=between,
         within=within,
         energy=2 * between - sum(within),
-        sliced_wasserstein=float(_sliced_wasserstein(a, b, own_generator(generator), device)),
+        sliced_wasserstein=float(projected.wasserstein(count_x)),
     )
 
 
-def _sliced_wasserstein(x: Tensor, y: Tensor, source: torch.Generator, device: torch.device | None) -> Tensor:
-    """Root of the mean over random unit directions of the squared 2-Wasserstein distance of the projections.
+class Projections:
+    """Projections of pooled vectors on random unit directions, from their columns, part by part."""
 
-    That is the integral of the squared difference of their quantile functions, exact for unequal sizes too.
-    """
-    directions = torch.randn(x.shape[1], _PROJECTIONS, generator=source, dtype=torch.float64, device=source.device)
-    directions = directions / directions.norm(dim=0)
-    start = 0
-    sums: list[Tensor] = []
-    for block in _blocks(x, y, device):
-        stop = start + block[0].shape[1]
-        here = directions[start:stop].to(block[0].device)
-        parts = [s.double() @ here for s in block]
-        sums = [total + part for total, part in zip(sums, parts, strict=True)] if sums else parts
-        start = stop
-    a, b = (s.sort(0).values for s in sums)
-    # both quantile functions are constant between the merged steps i / S and j / T
-    steps = [torch.arange(1, n + 1, dtype=torch.float64, device="cpu") / n for n in (len(a), len(b))]
-    edges = torch.cat(steps).sort().values
-    widths = edges.diff(prepend=torch.zeros(1, dtype=torch.float64, device="cpu"))
-    middles = edges - widths / 2
-    rows = [torch.searchsorted(s, middles).clamp_max(len(s) - 1) for s in steps]
-    squares = (a[rows[0].to(a.device)] - b[rows[1].to(b.device)]).square()
-    return (widths.to(squares).unsqueeze(1) * squares).sum(0).mean().sqrt()
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.source = own_generator(generator)
+        self.sums: Tensor | None = None
+        self.squares = torch.zeros(_PROJECTIONS, dtype=torch.float64, device="cpu")
+
+    def add(self, columns: Tensor) -> None:
+        """Add ``(N, columns)``."""
+        shape = (columns.shape[1], _PROJECTIONS)
+        directions = torch.randn(shape, generator=self.source, dtype=torch.float64, device=self.source.device)
+        self.squares += directions.square().sum(0).cpu()
+        part = columns.double() @ directions.to(columns.device)
+        self.sums = part if self.sums is None else self.sums + part
+
+    def wasserstein(self, count_x: int) -> Tensor:
+        """Root of the mean over the directions of the squared 2-Wasserstein distance of the projections.
+
+        That is the integral of the squared difference of their quantile functions, exact for unequal sizes too.
+        """
+        assert self.sums is not None
+        found = self.sums / self.squares.sqrt().to(self.sums.device)
+        a, b = (part.sort(0).values for part in (found[:count_x], found[count_x:]))
+        # both quantile functions are constant between the merged steps i / S and j / T
+        steps = [torch.arange(1, n + 1, dtype=torch.float64, device="cpu") / n for n in (len(a), len(b))]
+        edges = torch.cat(steps).sort().values
+        widths = edges.diff(prepend=torch.zeros(1, dtype=torch.float64, device="cpu"))
+        middles = edges - widths / 2
+        rows = [torch.searchsorted(s, middles).clamp_max(len(s) - 1) for s in steps]
+        squares = (a[rows[0].to(a.device)] - b[rows[1].to(b.device)]).square()
+        return (widths.to(squares).unsqueeze(1) * squares).sum(0).mean().sqrt()
 
 
 def _blocks(x: Tensor, y: Tensor, device: torch.device | None) -> Iterator[tuple[Tensor, Tensor]]:

@@ -6,6 +6,7 @@ Corollary of arXiv 2310.08287: they do, if the weights of each layer are initial
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,17 +123,28 @@ def largest_weights(
     For independent networks the unit is uniform (corollary of arXiv 2310.08287); a chain that stays with one order of
     the units keeps it.
     """
+    return largest_test(graph, largest_units(graph, states), num_resamples=num_resamples, generator=generator)
+
+
+def largest_units(graph: SymmetryGraph, states: States) -> dict[str, Tensor]:
+    """The unit ``[S]`` with the largest incoming weight of each group of more than one unit."""
     stack = as_stack(states)
     if graph.check_state(stack) != 1:
         raise ValueError("expected a list of states, or stacked ones with one leading sample axis")
-    source = own_generator(generator)
-    found = {}
-    for group in graph.permutations:
-        if group.size > 1:
-            rows = unit_rows(graph, group, incoming_member(graph, group), stack)
-            index = rows.amax(-1).flatten(1).argmax(1)
-            found[group.name] = _uniform_counts(index, math.prod(group.shape), num_resamples, source)
-    return found
+    rows = {g.name: unit_rows(graph, g, incoming_member(graph, g), stack) for g in graph.permutations if g.size > 1}
+    return {name: found.amax(-1).flatten(1).argmax(1) for name, found in rows.items()}
+
+
+def largest_test(
+    graph: SymmetryGraph,
+    units: Mapping[str, Tensor],
+    *,
+    num_resamples: int = 999,
+    generator: torch.Generator | None = None,
+) -> dict[str, LargestWeight]:
+    """:func:`largest_weights` from the units ``[S]`` of each group."""
+    source, sizes = own_generator(generator), {g.name: math.prod(g.shape) for g in graph.permutations}
+    return {name: _uniform_counts(index, sizes[name], num_resamples, source) for name, index in units.items()}
 
 
 def _uniform_counts(index: Tensor, units: int, num_resamples: int, source: torch.Generator) -> LargestWeight:

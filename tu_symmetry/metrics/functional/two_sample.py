@@ -102,7 +102,7 @@ def discrepancy_test(
 
     def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         members: list[Any] = [(x, int(i)) for i in keep_x] + [(y, int(i)) for i in keep_y]
-        return _streamed(members, graph, memory)
+        return streamed_distances(members, graph=graph, memory=memory)
 
     return _test((len(x), len(y)), parts, **options)
 
@@ -132,22 +132,54 @@ def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: An
     return _test(counts, parts, **options)
 
 
-def _streamed(
-    members: Sequence[tuple[_Store, int]], graph: SymmetryGraph | None, memory: int
+def distances_test(distances: Sequence[tuple[Tensor, Tensor]], count_x: int, **options: Any) -> DiscrepancyTest:
+    """:func:`vectors_test` from the distances of all pooled networks ``(S + T, S + T)``, those of ``x`` first."""
+
+    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        keep = torch.cat([keep_x, count_x + keep_y])
+        for one, two in distances:
+            rows = keep.to(one.device)
+            yield one[rows][:, rows], two[rows][:, rows]
+
+    return _test((count_x, len(distances[0][0]) - count_x), parts, **options)
+
+
+def streamed_distances(
+    members: Sequence[tuple[_Store, int]],
+    *,
+    graph: SymmetryGraph | None = None,
+    names: Sequence[str] | None = None,
+    memory: int = 2**30,
+    device: torch.device | None = None,
+    each: Callable[[Tensor], None] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Distances between networks that are read one tensor at a time."""
+    """L1 and L2 distances of all pairs of networks ``(N, N)`` for each tensor, which is read from their stores.
+
+    Args:
+        members: stores, and the place of a network in each.
+        graph: removes symmetries by the paper's :func:`removal`.
+        names: of the tensors; by default all parameters, or without a graph all floating-point tensors.
+        memory: bytes of columns ``(N, columns)`` in float32 that are held at a time.
+        device: where distances are computed; the CPU by default.
+        each: is called with all columns, on the device.
+
+    Raises:
+        ValueError: tensors of different shapes, NaN or infinite values.
+        SymmetryError: nothing to compare.
+    """
     elements = []
     first = members[0][0][members[0][1]]
     if graph is not None:
         names = [n for n in graph.shapes if n not in graph.buffers and first[n].is_floating_point()]
         with torch.no_grad():
             elements = [removal("paper").element(graph, s[i]) for s, i in members]
-    else:
+    elif names is None:
         require_state(first, "states")
         names = [name for name, t in first.items() if t.is_floating_point()]
         require_same_names(first, members[-1][0][members[-1][1]])
     if not names:
         raise SymmetryError("the states hold no real floating-point weights to compare")
+    place = device or torch.device("cpu")
 
     def pieces(name: str) -> Iterator[Tensor]:
         shape = first[name].shape
@@ -163,19 +195,21 @@ def _streamed(
                 if graph is not None:
                     log_scale, permutation = elements[row]
                     t = permute_tensors(graph, permutation, scale_tensors(graph, log_scale, {name: t.float()}))[name]
-                if not torch.isfinite(t).all():
-                    raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
                 block[row] = t.reshape(-1)[start:stop]
-            yield block
+            if not torch.isfinite(block).all():
+                raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
+            yield block.to(place)
             del block  # before the next one is made; whoever takes them lets go of them likewise
 
     for name in names:
-        one = torch.zeros(len(members), len(members), dtype=torch.float64, device="cpu")
+        one = torch.zeros(len(members), len(members), dtype=torch.float64, device=place)
         two = torch.zeros_like(one)
         for block in pieces(name):
             distances = both_distances(block)
             one += distances[0]
             two += distances[1].square_()
+            if each is not None:
+                each(block)
             del block
         yield one, two.sqrt_()
 
