@@ -209,8 +209,8 @@ def _rehearsed(
     try:
         _execute(words, pace)
     except (Exception, SystemExit) as error:  # whatever it is, it stands in the row, and the next one is tried
-        said = " ".join(str(error).split()) or type(error).__name__
-        return Forecast(command.name, copies, error=f"{type(error).__name__}: {said}")
+        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return Forecast(command.name, copies, error="refused, see above" if isinstance(error, SystemExit) else said)
     taken = time.perf_counter() - started
     seconds, step, steps = taken * float(plan.get("times", 1)), None, 0
     if pace is not None:
@@ -273,14 +273,14 @@ class _Data:
 
     def _sets(self, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Path], None]]]:
         key = "ood_dataset" if "ood_dataset" in options else "ood_ds"
-        kinds = [options.get("dataset"), *([options.get(key)] if options.get("eval_ood") else [])]
+        default = {"IDXDataModule": "mnist", "TomographyDataModule": "kmnist", "CIFARDataModule": "cifar10"}.get(name)
+        kinds = [options.get("dataset", default), *([options.get(key)] if options.get("eval_ood") else [])]
         if name in ("IDXDataModule", "TomographyDataModule"):
             for kind in filter(None, kinds):
                 yield IDX_FOLDERS[kind], partial(planted.plant_idx, name=kind)
         if name == "CIFARDataModule":
-            kind = kinds[0] or "cifar10"
-            place = "cifar-100-python" if kind == "cifar100" else "cifar-10-batches-py"
-            yield place, partial(planted.plant_cifar, name=kind)
+            place = "cifar-100-python" if kinds[0] == "cifar100" else "cifar-10-batches-py"
+            yield place, partial(planted.plant_cifar, name=kinds[0])
         if name == "TinyImageNetDataModule":
             yield "tiny-imagenet-200", planted.plant_tiny_imagenet
         if options.get("eval_ood") and name in ("CIFARDataModule", "TinyImageNetDataModule"):
