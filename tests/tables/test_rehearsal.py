@@ -26,7 +26,10 @@ from tu_symmetry.tables.rehearsal import Forecast, forecast_table, rehearse
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUIET = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu", "default_root_dir": "$root/$name"}
-MODEL = {"class_path": "tu_symmetry.tables.models.MLP", "init_args": {"in_features": 784, "num_classes": 10, "hidden": [6]}}
+MODEL = {
+    "class_path": "tu_symmetry.tables.models.MLP",
+    "init_args": {"in_features": 784, "num_classes": 10, "hidden": [6]},
+}
 FIT = {
     "trainer": QUIET | {"max_epochs": 7, "check_val_every_n_epoch": 7},
     "routine": {

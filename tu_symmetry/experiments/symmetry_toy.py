@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from matplotlib.colors import LogNorm
@@ -47,7 +48,8 @@ class TwoGroupsDataModule(LightningDataModule):
     """Points around two centers in the plane; targets are 0.0 and 1.0. Validation and test see the training points.
 
     ``spread`` is the standard deviation of each coordinate around its center; with ``orders`` for networks trained at
-    once, batches are ``[orders, batch, ...]``, and the m-th order is that of ``seed + m``.
+    once, batches are ``[orders, batch, ...]``, and the m-th order is that of ``seed + m``. ``file`` has other points, a
+    CSV file with a header and a line ``x,y,label`` for each.
     """
 
     def __init__(
@@ -58,11 +60,15 @@ class TwoGroupsDataModule(LightningDataModule):
         batch_size: int = 10,
         orders: int | None = None,
         seed: int = 0,
+        file: str | Path | None = None,
     ) -> None:
         super().__init__()
         around = torch.tensor(centers, device="cpu").repeat_interleave(points, 0)
         x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
         self.points = TensorPairs(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
+        if file is not None:
+            found = torch.from_numpy(np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2)).float()
+            self.points = TensorPairs(found[:, :2], found[:, 2])
         self.batch_size, self.orders, self.seed = batch_size, orders, seed
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -78,23 +84,26 @@ class TwoGroupsDataModule(LightningDataModule):
 
 
 class NormalLinear(nn.Linear):
-    """A linear layer with weights and biases from ``N(0, std^2)``."""
+    """A linear layer with weights and biases from ``N(0, std^2)``; for None from torch's own initialization."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, std: float | None) -> None:
         self.std = std
         super().__init__(in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
+        if self.std is None:
+            super().reset_parameters()
+            return
         with torch.no_grad():
             for p in self.parameters(recurse=False):
                 p.normal_(0.0, self.std)
 
 
 class Perceptron(nn.Module):
-    """Two inputs, two hidden ReLU units, one logit; ``initial_std`` is that of all parameters at initialization."""
+    """Two inputs, two hidden ReLU units, one logit; ``initial_std`` is that of all parameters, None for torch's own."""
 
-    def __init__(self, bias: bool = False, initial_std: float = 1.0) -> None:
+    def __init__(self, bias: bool = False, initial_std: float | None = 1.0) -> None:
         super().__init__()
         self.hidden = NormalLinear(2, 2, bias, initial_std)
         self.output = NormalLinear(2, 1, bias, initial_std)
@@ -114,6 +123,7 @@ def remove(
     radius: float = 0.1,
     neighbors: int = 20,
     least_share: float = 0.01,
+    window: float = 4.0,
 ) -> Outcome:
     """Keep the networks that fit, scale and sort each of them, and measure what is left of the spread.
 
@@ -124,6 +134,7 @@ def remove(
         radius: the radius of DBSCAN, in units of the root mean square norm of the networks' weights.
         neighbors: networks within the radius that make a network the core of a mode (itself included).
         least_share: the least share of all networks that a cluster must hold to count as a mode.
+        window: the largest last layer's weight that counts for the variance of these alone, as the figure shows them.
     """
     trained, x, y = SampleStore.open(samples, like=model.state_dict()).load(), data.points.x, data.points.y
 
@@ -162,12 +173,22 @@ def remove(
         relative = variance / float(vectors.square().sum(1).mean())
         numbers[name] = {"variance": variance, "relative_variance": relative}
         numbers[name] |= {"modes": len(modes), "in_modes": sum(modes)}
-    collapse = numbers["raw"]["variance"] / numbers["both"]["variance"]
+        numbers[name] |= in_window(states["output.weight"][:, 0], window)
+    before, after = (numbers[name]["window_variance"] for name in ("raw", "both"))
     return Outcome(
-        {"trained": len(losses), "kept": kept, "forms": numbers, "output_error": error},
-        f"{kept} of {len(losses)} networks fit, {numbers['raw']['modes']} → {numbers['both']['modes']} modes, sum of "
-        f"marginal variances {collapse:.0f} times smaller",
+        {"trained": len(losses), "kept": kept, "forms": numbers, "output_error": error, "window": window},
+        f"{kept} of {len(losses)} networks fit, variance of the last layer's weights {before:.3g} → {after:.3g}",
     )
+
+
+def in_window(weights: Tensor, window: float) -> dict[str, Any]:
+    """Of last layers' weights ``[networks, 2]`` that lie in a window: variance, share, and numbers by their signs."""
+    inside = weights[(weights.abs() <= window).all(1)]
+    signs = {"--": 0, "-+": 0, "+-": 0, "++": 0}
+    for one, two in (inside > 0).tolist():
+        signs["-+"[one] + "-+"[two]] += 1
+    variance = float(inside.var(0).sum()) if len(inside) > 1 else math.nan
+    return {"window_variance": variance, "in_window": len(inside) / len(weights), "signs": signs}
 
 
 def rescaled(graph: SymmetryGraph, state: Mapping[str, Tensor], norm: float | None) -> dict[str, Tensor]:
@@ -199,13 +220,17 @@ def report(out: Path, recipe: str, removal: Path) -> Outcome:
     """Write ``report.md`` with the four panels and the numbers of the collapse, from the folder of :func:`remove`."""
     page, forms = Report(out, recipe), read_tensors(removal / FORMS)
     page.add(collapse_table(Outcome.load(removal).results, page.table.title), heading=False)
-    page.figure("posterior", draw, {k: forms[f"{k}/output.weight"][:, 0] for k in ("raw", "scaled", "sorted", "both")})
+    shown = {name: forms[f"{name}/output.weight"][:, 0] for name in ("raw", "scaled", "sorted", "both")}
+    page.figure("posterior", draw, shown, Outcome.load(removal).results["window"])
     return page.done()
 
 
 def collapse_table(found: Found, title: str) -> Grid:
     """Variances and modes of every form."""
     columns = {
+        "in the window (%)": lambda form: f"{100 * form['in_window']:.1f}",
+        "variance there": lambda form: "–" if form["window_variance"] is None else f"{form['window_variance']:.3g}",
+        "signs −−, −+, +−, ++": lambda form: ", ".join(f"{n:,}" for n in form["signs"].values()),
         "variance": lambda form: f"{form['variance']:.3g}",
         "relative": lambda form: f"{form['relative_variance']:.4f}",
         "modes": lambda form: str(form["modes"]),
@@ -213,15 +238,15 @@ def collapse_table(found: Found, title: str) -> Grid:
     }
     caption = (
         f"{found['kept']} of {found['trained']} networks fit; all forms of a network agree in their outputs to "
-        f"{found['output_error']:.0e}. Variance: sum of the marginal variances of all weights; relative: over the "
+        f"{found['output_error']:.0e}. Window: both weights of the last layer at most {found['window']:g} in size, "
+        "variance and signs of these two; variance: sum of the marginal variances of all weights; relative: over the "
         "mean squared norm."
     )
     return table(title, {label: found["forms"][name] for name, label in ROWS.items()}, columns, caption)
 
 
-def draw(path: Path, points: Mapping[str, Tensor]) -> None:
-    """Panels of the last layer's weights ``[samples, 2]``, on a common logarithmic color scale of counts."""
-    limit = 1.05 * max(float(p.abs().quantile(0.998)) for p in points.values())
+def draw(path: Path, points: Mapping[str, Tensor], limit: float) -> None:
+    """Panels of the last layer's weights ``[samples, 2]`` in a window, counts on one logarithmic color scale."""
     with plots.figure(path, len(points), width=2.9, height=3.1) as axes:
         for ax, (name, values) in zip(axes, points.items(), strict=True):
             x, y = values.numpy().T
