@@ -14,7 +14,7 @@ import torch
 import trainings
 import transformers as hf
 from laplace_oracles import dense_curvature, exact_ggn, fitted, mlp, randomize
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from oracle import judge
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -290,3 +290,32 @@ def test_members_with_mc_dropout_are_aligned() -> None:
     (record,) = callback.history
     assert record["NoT"] == [tus.transposition_count(planted)]
     assert record["distance_after"][0] < record["distance_before"][0]
+
+
+def test_fit_laplace_after_a_training_of_adapters() -> None:
+    """A callback without options finds the adapters, which alone were trained, or the last layer behind them."""
+    network, x, y = build("bert")
+    model = get_peft_model(network.float(), LoraConfig(target_modules=["query", "value"], r=2))
+
+    class Adapters(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, inputs: Any) -> Any:
+            return Logits(self.model)(inputs)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+        validation_step = training_step
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 1e-2)
+
+    callback, loader = FitLaplace(budget=None), [(x, y)]
+    options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    Trainer(max_epochs=2, callbacks=[callback], **options).fit(Adapters(), loader, loader)
+    assert callback.laplace is not None and callback.calibration is not None
+    assert callback.calibration.calibrated.nll <= callback.calibration.network.nll + 1e-6
+    torch.testing.assert_close(callback.laplace.predictive(x).sum(-1), torch.ones(len(x)))
