@@ -29,6 +29,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     TV_CODE,
     TV_SEED,
     one_problem,
+    patch_log_density,
     unet_priors,
 )
 from tu_symmetry.experiments.deep_image_prior.report import LEVELS, calibration_table, orderings
@@ -204,3 +205,22 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
         exact = la.function_covariance()[1].diagonal().sqrt().view(1, 8, 8).float()
         drawn = read_tensors(tmp_path / "arrays.safetensors")[f"1.{ROWS.index(row)}.deviation"]
         assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)
+
+
+def test_density_of_patches_without_samples_is_that_of_independent_pixels():
+    error = torch.randn(1, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    none = torch.zeros(0, 35, dtype=torch.float64)
+    expected = float((-0.5 * (math.log(2 * math.pi * 0.3) + error.square() / 0.3)).mean())
+    for side in (1, 2, 10):
+        assert patch_log_density(error, none, side, 0.3) == pytest.approx(expected)
+
+
+def test_masks_are_scored_in_patches_as_in_whole_images(run, tmp_path):
+    """A patch as large as the image is the image."""
+    root, _, _ = run
+    model = small(dropout=0.2)
+    whole = dropout_posterior(tmp_path / "a", root / "dropout", model, 300, problems=2).results["rows"]
+    parts = dropout_posterior(tmp_path / "b", root / "dropout", model, 300, problems=2, patches=[8]).results["rows"]
+    for one, other in zip(whole, parts, strict=True):
+        assert one["log_likelihood"] == pytest.approx(other["log_likelihood"], rel=0.02)  # divided by n - 1 and n
+        assert (one["psnr"], one["ssim"]) == pytest.approx((other["psnr"], other["ssim"]), rel=1e-5)

@@ -12,6 +12,7 @@ from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.sampled import (
     SolverWarning,
     conjugate_gradients,
+    linearized_weights,
     nystrom_preconditioner,
     slopes_of,
 )
@@ -101,16 +102,68 @@ def test_samples_are_those_of_the_weight_posterior(values):
     assert misses(zeta, torch.linalg.inv(h)) < 5.5  # some 7,000 different entries
 
 
-def test_gradient_is_unbiased():
+@pytest.mark.parametrize("place", ["tangent_mode", "map"])
+def test_gradient_is_unbiased(place):
     own = case(7)
-    exact = own.fitted("tangent_mode").value_and_gradient(PHI)[1]
+    exact = own.fitted(place).value_and_gradient(PHI)[1]
 
     def gradient(count, seed=0):
-        slopes, noise = sampled(own, num_samples=count).gradient(BLOCKS, NOISE, seed=seed)
+        slopes, noise = sampled(own, num_samples=count, evaluate_at=place).gradient(BLOCKS, NOISE, seed=seed)
         return torch.cat([*slopes.values(), torch.tensor([noise])])
 
     error = torch.stack([gradient(400, seed) for seed in range(8)]).std(0) / math.sqrt(20)
     assert bool(((gradient(8000) - exact).abs() < 5 * error + 1e-9).all())
+
+
+def test_at_the_map_only_the_prior_sees_other_weights():
+    """The authors' objective: the network's residual, the linearized weights in the prior's term alone."""
+    own = case(7)
+    s, aj = own.dense()
+    weights = torch.randn(len(s), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    plain, other = (sampled(own, evaluate_at="map", **w).gradient(BLOCKS, NOISE) for w in ({}, {"weights": weights}))
+    assert plain[1] == other[1]
+    k = aj @ s @ aj.mT + NOISE * torch.eye(7, dtype=torch.float64)
+    residual = own.y - own.matrix @ own.outputs
+    expected = 0.5 * (NOISE * torch.linalg.inv(k).trace() - residual.square().sum() / NOISE)
+    seeds = [sampled(own, num_samples=400, evaluate_at="map").gradient(BLOCKS, NOISE, seed=n)[1] for n in range(20)]
+    assert sum(seeds) / 20 == pytest.approx(float(expected), rel=0.02)
+
+    def prior_term(phi, theta):
+        blocks = sampled(own).blocks
+        parts = [blocks.patterns(n, theta) for n in blocks]
+        matrices = [torch.linalg.inv(prior.covariance(phi[n])) for n, prior in blocks.items()]
+        return sum(0.5 * torch.einsum("nk,kl,nl->", p, m, p) for p, m in zip(parts, matrices, strict=True))
+
+    for name in BLOCKS:
+        leaf = BLOCKS[name].clone().requires_grad_()
+        change = prior_term({**BLOCKS, name: leaf}, weights) - prior_term({**BLOCKS, name: leaf}, own.theta)
+        (slope,) = torch.autograd.grad(change, leaf)
+        assert torch.allclose(other[0][name] - plain[0][name], slope, rtol=1e-6, atol=1e-9)
+    with pytest.raises(ValueError, match="'tangent_mode' or 'map'"):
+        sampled(own, evaluate_at="mean")
+
+
+def test_an_assembled_kernel_gives_the_samples_of_conjugate_gradients():
+    own = case(31)
+    evidence = sampled(own)
+    root = evidence.factor(BLOCKS, NOISE, count=7)
+    s, aj = own.dense()
+    assert torch.allclose(root @ root.mT, aj @ s @ aj.mT + NOISE * torch.eye(31, dtype=torch.float64))
+    found = (evidence.samples(BLOCKS, NOISE, count=3, root=factor) for factor in (None, root))
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6, atol=1e-8)
+    with pytest.raises(ValueError, match="raise jitter"):
+        evidence.factor(BLOCKS, -1e6)
+
+
+def test_linearized_weights_fit_the_measurements():
+    own = case(7)
+    operator = sampled(own).operator
+    found = linearized_weights(operator, own.y, num_steps=400, lr=1e-2, weight_decay=0.0)
+    aj, residual = own.matrix @ own.jacobian, own.y - own.matrix @ own.outputs
+    before, after = residual.norm(), (residual - aj @ (found - own.theta)).norm()
+    best = (residual - aj @ (torch.linalg.pinv(aj) @ residual)).norm()
+    assert after < 0.05 * before + best
 
 
 def joined(result):

@@ -313,7 +313,7 @@ def test_fit_laplace_after_a_training_of_adapters() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], 1e-2)
 
-    callback, loader = FitLaplace(budget=None), [(x, y)]
+    callback, loader = FitLaplace(budget=None), DataLoader(TensorDataset(x, y), len(x))
     options: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
     Trainer(max_epochs=2, callbacks=[callback], **options).fit(Adapters(), loader, loader)
     assert callback.laplace is not None and callback.calibration is not None

@@ -5,7 +5,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     linearized_posterior,
     sampled_posterior,
 )
-from tu_symmetry.experiments.deep_image_prior.report import report
+from tu_symmetry.experiments.deep_image_prior.report import report, report_scan
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 
-__all__ = ["UNet", "dropout_posterior", "linearized_posterior", "report", "sampled_posterior"]
+__all__ = ["UNet", "dropout_posterior", "linearized_posterior", "report", "report_scan", "sampled_posterior"]

@@ -19,7 +19,7 @@ from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
 from tu_symmetry.laplace.dual.optimize import DualOptimizer
 from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
-from tu_symmetry.laplace.dual.sampled import SampledEvidence
+from tu_symmetry.laplace.dual.sampled import SampledEvidence, linearized_weights
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality
 from tu_symmetry.states import evenly
@@ -127,6 +127,20 @@ class _Rows:
             }
         )
 
+    def add_patches(
+        self, row: str, index: int, mean: Tensor, drawn: Tensor, sides: Sequence[int], extra: float, **further: Any
+    ) -> None:
+        """Score one image by its patches, from deviations ``[samples, pixels]``; none of them for ``extra`` alone."""
+        truth = self.found.problem.truth[index].double()
+        mean = mean.double().cpu().view(truth.shape)
+        psnr, ssim = (float(q[0]) for q in image_quality(mean.unsqueeze(0), truth.unsqueeze(0)))
+        spread = drawn.square().mean(0) if len(drawn) else torch.zeros(truth.numel(), dtype=torch.float64, device="cpu")
+        self.keep(row, index, mean=mean, deviation=(spread + extra).sqrt().view(truth.shape))
+        facts = {"row": row, "problem": index, "psnr": psnr, "ssim": ssim, **further}
+        for side in sides:
+            density = patch_log_density(truth - mean, drawn, side, extra)
+            self.entries.append(facts | {"patch": side, "log_likelihood": density})
+
     def keep(self, row: str, index: int, **images: Tensor) -> None:
         for what, image in images.items():
             self.arrays[f"{index}.{ROWS.index(row)}.{what}"] = image.float().cpu().contiguous()
@@ -199,15 +213,19 @@ def dropout_posterior(
     model: nn.Module,
     num_samples: int = 16384,
     problems: int | None = None,
+    patches: Sequence[int] | None = None,
+    noise_correction: bool = True,
     device: str = "auto",
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
-    ``num_samples``: random masks; more than the image has pixels, for a covariance of full rank. ``problems``: how many
-    reconstructions, evenly spaced; None for all.
+    ``num_samples``: random masks; more than the image, or the largest of its ``patches``, has pixels, for a covariance
+    of full rank. ``problems``: how many reconstructions, evenly spaced; None for all. ``patches`` and
+    ``noise_correction``: as for :func:`sampled_posterior`, for images whose covariance does not fit.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
-    found, size = rows.found, rows.found.images[0].numel()
+    found = rows.found
+    size = max(patches) ** 2 if patches else found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
     for index in evenly(len(found), problems):
@@ -217,12 +235,16 @@ def dropout_posterior(
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(index)
             for count in _parts(num_samples, _MASKS):
-                drawn.append(network(x.expand(count, -1, -1, -1)).flatten(1).double())
+                drawn.append(network(x.expand(count, -1, -1, -1)).flatten(1).to("cpu" if patches else on).double())
         samples = torch.cat(drawn)
         if float(samples.std(0).max()) <= 1e3 * torch.finfo(torch.float32).eps * float(samples.abs().max()):
             raise ValueError("all masks give the same image: the model has no dropout (model.dropout > 0)")
         mean = samples.mean(0)
         centered = samples - mean
+        if patches:
+            extra = JITTER + (noise_gain(operator) if noise_correction else 0.0)
+            rows.add_patches(DROPOUT, index, mean, centered, patches, extra)
+            continue
         covariance = centered.mT @ centered / (num_samples - 1)
         rows.add(DROPOUT, index, mean, covariance, noise_gain(operator) + JITTER)
         rows.keep(DROPOUT, index, samples=samples[:_SHOWN].view(-1, *found.images.shape[1:]))
@@ -251,15 +273,25 @@ def sampled_posterior(
     tv_weight: float | dict[int, float] | None = None,
     predcp_scale: float = 1.0,
     hyperprior_probes: int = 20,
+    evaluate_at: EvaluateAt = "map",
+    linearized_steps: int = 1000,
+    noise_correction: bool = True,
+    assembled_jitter: float | None = None,
     device: str = "auto",
 ) -> Outcome:
     """The posterior of images that no dense kernel fits: evidence by stochastic gradients, a Gaussian of patches.
 
     Options are those of :class:`~tu_symmetry.laplace.SampledEvidence`, with ``num_probes`` random signs of a gradient.
+    Beside it stand the reconstruction with the noise alone, of variance 1 and as fitted.
 
     Args:
         patches: sides of the square patches that are scored; pixels of different patches are independent.
         tv_weight: as for :func:`linearized_posterior`, times ``predcp_scale``; None for the evidence alone.
+        linearized_steps: of the linearized weights, which the prior's term takes at ``map`` as the authors' code does;
+            0 for the trained weights.
+        noise_correction: add the noise's share of the image to the posterior's variance.
+        assembled_jitter: assemble the measurements' covariance once for all samples, with this on its diagonal (0.1
+            in the authors' code); None for conjugate gradients.
     """
     if max(patches) ** 2 >= num_samples:
         raise ValueError(
@@ -278,27 +310,29 @@ def sampled_posterior(
         taken = {name for prior in priors for name in prior.parameters}
         tangent = FlatTangentModel(network, [name for name in shapes if name in taken])
         observed = ObservedTangent(tangent, x.to(on, dtype), operator.to(on, dtype))
-        evidence = SampledEvidence(observed, priors, y, **options)
-        truth = found.problem.truth[index].double()
+        at: dict[str, Any] = {"evaluate_at": evaluate_at}
+        if evaluate_at == "map" and linearized_steps:
+            at["weights"] = linearized_weights(observed, y, num_steps=linearized_steps)
+        evidence = SampledEvidence(observed, priors, y, **at, **options)
         gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
         gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
-        mean = observed.base.double().cpu().view(truth.shape)
-        psnr, ssim = image_quality(mean.unsqueeze(0), truth.unsqueeze(0))
+        none = torch.zeros(0, operator.shape[1], dtype=torch.float64, device="cpu")
+        rows.add_patches(DIP, index, observed.base, none, patches, gain + JITTER)
         for row, hyperprior in _hyperpriors(found, index, tv_weight, predcp_scale).items():
             phi, noise, history = evidence.adam(hyperprior=hyperprior, **steps)
-            preconditioner = evidence.preconditioner(phi, noise)
+            if row == EVIDENCE:
+                rows.add_patches(
+                    DIP_FITTED, index, observed.base, none, patches, noise * gain + JITTER, noise_variance=noise
+                )
+            solver: dict[str, Any] = {"preconditioner": evidence.preconditioner(phi, noise)}
+            if assembled_jitter is not None:
+                solver = {"root": evidence.factor(phi, noise, jitter=assembled_jitter)}
             drawn = []
             for number, count in enumerate(_parts(num_samples, 16)):
-                seed = 16 * number + 1
-                zeta = evidence.samples(phi, noise, count=count, seed=seed, preconditioner=preconditioner)[0]
+                zeta = evidence.samples(phi, noise, count=count, seed=16 * number + 1, **solver)[0]
                 drawn.append(observed.unobserved(zeta).double().cpu())
-            samples = torch.cat(drawn)
-            for side in patches:
-                density = patch_log_density(truth - mean, samples, side, noise * gain + JITTER)
-                facts = {"row": row, "problem": index, "patch": side, "log_likelihood": density}
-                quality = {"psnr": float(psnr[0]), "ssim": float(ssim[0]), "noise_variance": noise}
-                rows.entries.append(facts | quality)
-            rows.keep(row, index, deviation=samples.square().mean(0).sqrt().view(truth.shape), mean=mean)
+            extra = JITTER + (noise * gain if noise_correction else 0.0)
+            rows.add_patches(row, index, observed.base, torch.cat(drawn), patches, extra, noise_variance=noise)
             hyperparameters = {
                 f"{prior.name}.{what}": math.exp(value)
                 for prior in priors
@@ -312,6 +346,8 @@ def sampled_posterior(
 def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance: float) -> float:
     """Log density a pixel (nats) of an image under Gaussians of its patches, with the samples' covariances.
 
+    Without samples pixels are independent, of the extra variance alone.
+
     ``error`` is the truth less the mean, ``[1, height, width]``; samples are deviations from the mean, ``[samples,
     height * width]``. Patches at the right and lower edge are smaller.
     """
@@ -322,6 +358,6 @@ def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance:
         for left in range(0, width, side):
             own = index[top : top + side, left : left + side].reshape(-1)
             drawn = samples[:, own]
-            covariance = drawn.mT @ drawn / len(drawn)
+            covariance = drawn.mT @ drawn / max(1, len(drawn))
             total += gaussian_log_density(error.reshape(-1)[own], covariance, extra_variance)
     return total / error.numel()

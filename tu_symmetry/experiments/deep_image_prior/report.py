@@ -66,6 +66,31 @@ def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list
     return page.done({"orderings": answers})
 
 
+def report_scan(out: Path, recipe: str, reconstructions: Path, runs: list[Path]) -> Outcome:
+    """Write ``report.md`` of one large image, from the folders of ``sampled_posterior`` and ``dropout_posterior``."""
+    page, found = Report(out, recipe), [Outcome.load(folder).results["rows"] for folder in runs]
+    by_row = _by_row([entry for own in found for entry in own])
+    sides = sorted({entry["patch"] for own in by_row.values() for entry in own})
+
+    def density(own: Entries, side: int) -> str:
+        return f"{next(e['log_likelihood'] for e in own if e['patch'] == side):.3f}"
+
+    columns: dict[str, Any] = {f"patches {s} x {s}": lambda own, s=s: density(own, s) for s in sides}
+    columns |= {
+        "noise variance": lambda own: f"{own[0]['noise_variance']:.3g}" if "noise_variance" in own[0] else "–",
+        "PSNR (dB)": lambda own: f"{own[0]['psnr']:.2f}",
+        "SSIM": lambda own: f"{own[0]['ssim']:.3f}",
+    }
+    caption = "log-likelihood a pixel (nats), pixels of different patches independent; the paper has pictures only"
+    page.add(table(page.table.title, by_row, columns, caption), heading=False)
+    arrays: dict[str, Tensor] = {}
+    for folder in runs:
+        arrays |= read_tensors(folder / ARRAYS)
+    text = "truth, back-projection, and of each row reconstruction, absolute error and standard deviation"
+    page.figure("images", images_figure, Reconstructions.load(reconstructions), arrays, alt=text, after=f"{text}.")
+    return page.done()
+
+
 def cells(entries: Entries) -> list[Cell]:
     """Noise and number of angles of everything that was run."""
     return sorted({(float(e["noise"]), int(e["num_angles"])) for e in entries})

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 _SLOPE = 0.2
 _CLAMP = 15.0  # of the last convolution, before the sigmoid
-_GROUPS = 4
+_FEW, _MANY = 2, 4  # groups of channels: in the first and the up-blocks, and in the down-blocks
 
 
 class UNet(nn.Module):
@@ -23,7 +23,8 @@ class UNet(nn.Module):
     Args:
         channels: channel numbers of every scale.
         skip_channels: channel numbers of the skip connections, from the coarsest ``up`` to the finest.
-        normalize: group normalization after every convolution, and of what an ``up`` gets.
+        normalize: group normalization after every convolution, and of what an ``up`` gets: two groups in the first
+            and in the ``up`` blocks (one where two do not divide the channels), four in the ``down`` blocks.
         sigmoid: images in (0, 1); else the last convolution's output.
         dropout: probability of dropping whole channels after each 3 x 3 convolution; active in training mode.
     """
@@ -40,11 +41,11 @@ class UNet(nn.Module):
         if len(skip_channels) != len(channels) - 1:
             raise ValueError(f"{len(channels)} scales need {len(channels) - 1} skip connections, got {skip_channels}")
         self.sigmoid = sigmoid
-        self.inc = nn.Sequential(*_convolution(1, channels[0], normalize, dropout))
+        self.inc = nn.Sequential(*_convolution(1, channels[0], normalize, dropout, _FEW))
         self.down = nn.ModuleList(
             nn.Sequential(
-                *_convolution(before, after, normalize, dropout, stride=2),
-                *_convolution(after, after, normalize, dropout),
+                *_convolution(before, after, normalize, dropout, _MANY, stride=2),
+                *_convolution(after, after, normalize, dropout, _MANY),
             )
             for before, after in pairwise(channels)
         )
@@ -75,12 +76,12 @@ class _Up(nn.Module):
         self.used = skip > 0
         width = max(1, skip)
         self.skip = nn.Sequential(
-            nn.Conv2d(after, width, 1), *([nn.GroupNorm(1, width)] if normalize else []), nn.LeakyReLU(_SLOPE)
+            nn.Conv2d(after, width, 1), *([_norm(width, _FEW)] if normalize else []), nn.LeakyReLU(_SLOPE)
         )
         self.conv = nn.Sequential(
-            *([nn.GroupNorm(1, before + width)] if normalize else []),
-            *_convolution(before + width, after, normalize, dropout),
-            *_convolution(after, after, normalize, dropout),
+            *([_norm(before + width, _FEW)] if normalize else []),
+            *_convolution(before + width, after, normalize, dropout, _FEW),
+            *_convolution(after, after, normalize, dropout, _FEW),
         )
 
     def forward(self, x: Tensor, finer: Tensor) -> Tensor:
@@ -97,8 +98,14 @@ class _Up(nn.Module):
         return self.conv[1:](h)
 
 
-def _convolution(before: int, after: int, normalize: bool, dropout: float, stride: int = 1) -> list[nn.Module]:
+def _norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups if channels % groups == 0 else 1, channels)
+
+
+def _convolution(
+    before: int, after: int, normalize: bool, dropout: float, groups: int, stride: int = 1
+) -> list[nn.Module]:
     layers: list[nn.Module] = [nn.Conv2d(before, after, 3, stride=stride, padding=1)]
     if normalize:
-        layers.append(nn.GroupNorm(_GROUPS, after))
+        layers.append(_norm(after, groups))
     return [*layers, nn.LeakyReLU(_SLOPE), nn.Dropout2d(dropout)]  # also for 0, so that weights keep their names

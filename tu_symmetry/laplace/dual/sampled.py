@@ -18,6 +18,7 @@ from torch import Tensor
 from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
 from tu_symmetry.laplace.dual.jacobian import ObservedTangent, require_measurements
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
+from tu_symmetry.laplace.mode import EvaluateAt
 
 Product = Callable[[Tensor], Tensor]
 
@@ -114,6 +115,9 @@ class SampledEvidence:
         rank: rank of the preconditioner; 0 for none.
         tolerance: tolerance of conjugate gradients.
         max_iterations: most iterations of conjugate gradients.
+        evaluate_at: where the evidence is evaluated, see :class:`~tu_symmetry.laplace.DualLaplace`: at ``map`` its
+            residual is the network's own.
+        weights: of the prior's term at ``map``, flat ``[size]``; the trained weights by default.
     """
 
     def __init__(
@@ -126,6 +130,8 @@ class SampledEvidence:
         rank: int = 200,
         tolerance: float = 1e-3,
         max_iterations: int = 50,
+        evaluate_at: EvaluateAt = "tangent_mode",
+        weights: Tensor | None = None,
     ) -> None:
         if num_samples < 1:
             raise ValueError(f"num_samples={num_samples} has to be at least 1")
@@ -134,8 +140,13 @@ class SampledEvidence:
         self.like, self.count = point[:1], num_samples
         self.rank, self.tolerance, self.max_iterations = rank, tolerance, max_iterations
         self.values = len(operator.matrix)
-        y = require_measurements(measurements, operator.matrix)
-        self.target = y - operator.matrix @ operator.base + operator.forward(point.unsqueeze(0))[0]
+        if evaluate_at not in ("map", "tangent_mode"):
+            raise ValueError(f"evaluate_at={evaluate_at!r} is not known; choose 'tangent_mode' or 'map'")
+        self.evaluate_at = evaluate_at
+        self.residual = require_measurements(measurements, operator.matrix) - operator.matrix @ operator.base
+        self.target = self.residual + operator.forward(point.unsqueeze(0))[0]
+        patterns = {name: self.blocks.patterns(name, point if weights is None else weights) for name in self.blocks}
+        self._seconds = {name: (own.mT @ own).double().cpu() for name, own in patterns.items()}
 
     def _kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """``A J S J^T A^T u`` for ``[count, m]``."""
@@ -178,10 +189,12 @@ class SampledEvidence:
         count: int,
         seed: int = 0,
         preconditioner: Product | None = None,
+        root: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Posterior samples ``[count, size]`` of the deviation from ``theta*``, and ``theta*``.
 
         ``theta_0 - S J^T A^T K^-1 (A J theta_0 + e)`` is such a sample, of ``theta_0`` from the prior and noise ``e``.
+        ``root`` is a factor of ``K``, see :meth:`factor`, in place of conjugate gradients.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn, error = (
@@ -190,30 +203,53 @@ class SampledEvidence:
         )
         prior = self.blocks.times("root", phi, drawn)
         right = self.operator.forward(prior) + math.sqrt(noise) * error
-        solved = self._solve(phi, noise, torch.cat([right, self.target.unsqueeze(0)]), preconditioner)
+        wanted = torch.cat([right, self.target.unsqueeze(0)])
+        if root is None:
+            solved = self._solve(phi, noise, wanted, preconditioner)
+        else:
+            solved = torch.cholesky_solve(wanted.to(root).mT, root).mT.to(wanted)
         back = self.blocks.times("covariance", phi, self.operator.adjoint(solved))
         return prior - back[:-1], back[-1]
+
+    def factor(self, phi: Mapping[str, Tensor], noise: float, *, jitter: float = 0.0, count: int = 64) -> Tensor:
+        """Cholesky factor ``[m, m]``, float64, of ``K + jitter I``, assembled from ``count`` columns at a time."""
+        unit = torch.eye(self.values, dtype=self.like.dtype, device=self.like.device)
+        kernel = torch.cat([self._kernel(phi, part).double() for part in unit.split(count)])
+        kernel = (kernel + kernel.mT) / 2
+        kernel.diagonal().add_(noise + jitter)
+        root, failed = torch.linalg.cholesky_ex(kernel)
+        if int(failed):
+            raise ValueError("the measurements' covariance is singular to rounding: raise jitter, or use float64")
+        return root
 
     def gradient(
         self, phi: Mapping[str, Tensor], noise: float, *, seed: int = 0, preconditioner: Product | None = None
     ) -> tuple[dict[str, Tensor], float]:
-        """Unbiased gradient of ``-log Z`` (at the tangent mode), by block in ``phi``, and in the log noise variance."""
+        """Unbiased gradient of ``-log Z``, by block in ``phi``, and in the log noise variance."""
         generator = torch.Generator().manual_seed(seed)
-        m = self.values
+        m, mode = self.values, self.evaluate_at == "tangent_mode"
         probes = (2 * torch.randint(0, 2, (self.count, m), generator=generator, device="cpu") - 1).to(self.like)
-        solved = self._solve(phi, noise, torch.cat([probes, self.target.unsqueeze(0)]), preconditioner)
+        wanted = torch.cat([probes, self.target.unsqueeze(0)]) if mode else probes
+        solved = self._solve(phi, noise, wanted, preconditioner)
         pulled = self.operator.adjoint(torch.cat([solved, probes]))
         found = {}
         for name, prior in self.blocks.items():
             own = self.blocks.patterns(name, pulled)
-            left, alpha, plain = own[: self.count], own[self.count], own[self.count + 1 :]
-            outer = torch.einsum("snk,snl->kl", left, plain) / self.count - torch.einsum("nk,nl->kl", alpha, alpha)
+            left, plain = own[: self.count], own[len(solved) :]
+            outer = torch.einsum("snk,snl->kl", left, plain) / self.count
+            if mode:
+                outer = outer - own[self.count].mT @ own[self.count]
             slopes = 0.5 * torch.einsum("kl,rkl->r", outer.double().cpu(), prior.basis)
             with torch.enable_grad():
                 leaf = phi[name].detach().clone().requires_grad_()
-                (found[name],) = torch.autograd.grad((prior.coefficients(leaf) * slopes).sum(), leaf)
+                value = (prior.coefficients(leaf) * slopes).sum()
+                if not mode:
+                    value = value + 0.5 * (torch.cholesky_inverse(prior.root(leaf)) * self._seconds[name]).sum()
+                (found[name],) = torch.autograd.grad(value, leaf)
         trace = float((solved[: self.count] * probes).sum() / self.count)
-        return found, 0.5 * noise * (trace - float(solved[self.count].square().sum()))
+        if mode:
+            return found, 0.5 * noise * (trace - float(solved[self.count].square().sum()))
+        return found, 0.5 * (noise * trace - float(self.residual.square().sum()) / noise)
 
     def difference_variances(
         self, name: str, first: Tensor, second: Tensor, *, num_probes: int
@@ -282,6 +318,29 @@ class SampledEvidence:
                 own.copy_(own.clamp(bounds[name][:, 0], bounds[name][:, 1]))
             history.append(float(noise.exp()))
         return SampledResult(leaves, float(noise.exp()), history)
+
+
+def linearized_weights(
+    operator: ObservedTangent,
+    measurements: Tensor,
+    *,
+    num_steps: int = 1000,
+    lr: float = 1e-4,
+    weight_decay: float = 1e-6,
+) -> Tensor:
+    """Weights ``[size]`` of the tangent model that fit the measurements, by Adam from the trained ones.
+
+    As in the authors' code of arXiv 2203.00479: ``mean((A (f + J (theta - theta~)) - y)^2)`` with weight decay.
+    """
+    start = operator.tangent.point()
+    residual = require_measurements(measurements, operator.matrix) - operator.matrix @ operator.base
+    theta = start.clone()
+    optimizer = torch.optim.Adam([theta], lr=lr, weight_decay=weight_decay)
+    for _ in range(num_steps):
+        error = operator.forward((theta - start).unsqueeze(0)) - residual
+        theta.grad = operator.adjoint(2 * error / error.numel())[0]
+        optimizer.step()
+    return theta
 
 
 def slopes_of(energy: Energy, phi: Mapping[str, Tensor]) -> dict[str, Tensor]:
