@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,28 @@ def test_planted_data_sets_are_read_as_the_real_ones(tmp_path: Path) -> None:
     assert np.load(tmp_path / "walnut" / "measurements.npy").shape == (60,)
 
 
-SMALLER = {  # what a CPU cannot do in minutes, smaller; the whole size is for a GPU
+ARCH = [f"{name}_0.routine.model.{'' if name in ('laplace', 'sghmc') else 'core_model.'}arch=20" for name in (
+    "dropout", "swag", "vibnn", "laplace", "sghmc")]  # fmt: skip
+SMALLER = {  # what a CPU cannot do in minutes is smaller there; the whole size is for a GPU
     "compact_posterior/mnist": ["hmc.routine.leapfrog_steps=2", "pruning.command.num_samples=3"],
-    "symmetry_aware/cifar10": [],
+    "deep_image_prior/kmnist": [
+        f"{part}-{noise}.{flag}"
+        for part in ("dip", "dropout")
+        for noise in (5, 10)
+        for flag in ("data.images=1", "routine.num_problems=4")
+    ],
+    "deep_image_prior/walnut": [
+        f"{part}.model.channels=[4,4,4,4,4,4]"
+        for part in ("dip.routine", "dropout.routine", "linearized.command", "masks.command")
+    ],
+    "symmetry_aware/cifar10": [*ARCH, "evaluation.command.model.arch=20"],
+    "symmetry_aware/cifar10-frn": [],
+    "symmetry_aware/cifar100": [*ARCH, "evaluation.command.model.arch=20"],
+    "symmetry_aware/tinyimagenet": [
+        *(flag for flag in ARCH if "vibnn" not in flag),
+        "evaluation.command.model.arch=20",
+    ],
+    "linearized_laplace/table2-resnet50": ["networks.routine.model.arch=18", "evidence.command.model.arch=18"],
 }
 PAPER_SIZE = sorted(p.parent for p in RECIPES.rglob("table.yaml") if load_table(p.parent).rehearsal)
 
@@ -169,5 +189,7 @@ def test_every_recipe_of_paper_size_starts(folder: Path, tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     name = folder.relative_to(RECIPES).as_posix()
     overrides = [] if torch.cuda.is_available() and "FAKE" not in os.environ else SMALLER.get(name, [])
+    if overrides:
+        monkeypatch.setattr(planted, "plant_tiny_imagenet", partial(planted.plant_tiny_imagenet, train=20, val=1))
     made, shown = run(folder, tmp_path / "out", data_root=tmp_path / "nothing", overrides=overrides)
     assert not [f for f in made if f.error], shown

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tu_symmetry.configs import ConfigError, merged, read_mapping, resolve
@@ -93,8 +94,15 @@ def rehearse(
     forecasts: dict[str, Forecast] = {}
     display.console.print(f"{table.title}: rehearsal", style="bold")
     with lock_folder(root), planted.unverified():
-        contents = [_content(folder, command).get("command", {}).get("init_args", {}) for command in table.commands]
-        model: Mapping[str, Any] = next((c["model"] for c in contents if "model" in c and "reference" in c), {})
+        model: dict[str, Any] = {}
+        for command in table.commands:
+            found = _content(folder, command).get("command", {}).get("init_args", {})
+            if "model" in found and "reference" in found:
+                given = {
+                    k.removeprefix("--command.model."): v for k, _, v in (f.partition("=") for f in more[command.name])
+                }
+                own = {k: yaml.safe_load(v) for k, v in given.items() if not k.startswith("--")}
+                model = merged([found["model"], {"init_args": own}])
         data = _Data(root / "data", Path(data_root or "data"), model)
         try:
             for command in table.commands:
