@@ -259,7 +259,9 @@ def samples_figure(path: Path, arrays: Mapping[str, Tensor]) -> None:
         for kind, name in (("prior", "prior"), ("samples", "posterior")):
             drawn = arrays.get(f"0.{ROWS.index(row)}.{kind}")
             if drawn is not None:
-                lines[f"{_short(row)}\n{name}"] = [(f"sample {k}", image, "gray") for k, image in enumerate(drawn, 1)]
+                lines[f"{_short(row)}\n{name}".replace(", ", ",\n")] = [
+                    (f"sample {k}", image, "gray") for k, image in enumerate(drawn, 1)
+                ]
     _pictures(path, list(lines.values()), list(lines))
 
 
