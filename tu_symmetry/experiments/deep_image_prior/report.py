@@ -81,7 +81,7 @@ def report_scan(out: Path, recipe: str, reconstructions: Path, runs: list[Path])
         "PSNR (dB)": lambda own: f"{own[0]['psnr']:.2f}",
         "SSIM": lambda own: f"{own[0]['ssim']:.3f}",
     }
-    caption = "log-likelihood a pixel (nats), pixels of different patches independent; the paper has pictures only"
+    caption = "log-likelihood a pixel (nats), pixels of different patches independent; published tables are pictures"
     page.add(table(page.table.title, by_row, columns, caption), heading=False)
     arrays: dict[str, Tensor] = {}
     for folder in runs:
@@ -133,7 +133,7 @@ def main_table(entries: Entries, title: str) -> Grid:
     count = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     caption = (
         f"log-likelihood a pixel (nats) with standard error over {count} images; second lines: PSNR and SSIM. The "
-        "paper has pictures only: its values are unknown and none are filled in"
+        "authors' tables are published as pictures: their values are not at hand and none are filled in"
     )
     columns: dict[str, Any] = {
         f"{100 * noise:g} % noise\n{angles} angles": lambda own, cell=(noise, angles): shown(own, cell)
