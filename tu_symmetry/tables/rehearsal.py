@@ -156,7 +156,10 @@ def forecast_table(forecasts: list[Forecast], title: str, environment: Mapping[s
     sizes = [*map(_gigabytes, most), _gigabytes(sum(f.copies * f.disk_bytes for f in good))]
     header = ["command", "steps", "one", "all", "device\nGB", "host\nGB", "disk\nGB"]
     where = environment["device"] if environment["device"] != "cpu" else environment["processor"]
-    caption = f"Forecast by a rehearsal on {where}, torch {environment.get('torch')}; {environment['threads']} threads."
+    caption = (
+        f"Forecast by a rehearsal on {where}, torch {environment.get('torch')}, {environment['threads']} threads. What it "
+        "shortens counts as often as the recipe says, its start included, so that times are upper bounds."
+    )
     rows = [*map(row, forecasts), ["all", "", "", duration_text(total), *sizes]]
     return Grid(f"{title}: what it takes", header, rows, caption)
 
@@ -166,31 +169,36 @@ class _Pace(Callback):
 
     def __init__(self, *, ends: bool) -> None:
         super().__init__()
-        self.ends, self.batches = ends, 0
-        self.stamps: list[float] = []
+        self.ends, self.batches, self.last = ends, 0, 0.0
+        self.taken: list[float] = []  # seconds of each step; what is between epochs is no part of them
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The whole length of an epoch, whatever limits it."""
         self.batches = len(trainer.train_dataloader)  # type: ignore[arg-type]
-        self._stamp()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self.last = _now()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Take the time, and stop."""
-        self._stamp()
-        steps, seconds = len(self.stamps) - 1, self.stamps[-1] - self.stamps[0]
+        now = _now()
+        self.taken.append(now - self.last)
+        self.last = now
+        steps, seconds = len(self.taken), sum(self.taken)
         if self.ends and (steps >= _STEPS[-1] or (steps >= _STEPS[0] and seconds > _SECONDS)):
             trainer.should_stop = True
-
-    def _stamp(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self.stamps.append(time.perf_counter())
 
     @property
     def step(self) -> float:
         """Seconds of one step; the first ones, in which libraries choose their algorithms, do not count."""
-        taken = [b - a for a, b in zip(self.stamps, self.stamps[1:], strict=False)]
-        return median(taken[min(2, len(taken) - 1) :])
+        return median(self.taken[min(2, len(self.taken) - 1) :])
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _rehearsed(
@@ -224,8 +232,7 @@ def _rehearsed(
     if pace is not None:
         step = pace.step * float(plan.get("step_times", 1))
         steps = _whole_steps(merged([content, _nested(command.set)]), pace.batches)
-        trained = pace.stamps[-1] - pace.stamps[0]
-        seconds = (taken - trained) * float(plan.get("times", 1)) + steps * step
+        seconds = (taken - sum(pace.taken)) * float(plan.get("times", 1)) + steps * step
     device = torch.cuda.max_memory_reserved() if cuda else 0
     disk = sum(p.stat().st_size for p in (root / command.name).rglob("*") if p.is_file())
     disk = int(disk * float(plan.get("times", 1)))
