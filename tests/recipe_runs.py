@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gzip
 import io
-import pickle
 import struct
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 import torch
 import yaml
 from rich.console import Console
 from torchvision.io import encode_jpeg
 
 from tu_symmetry.cli import main
-from tu_symmetry.configs import read_mapping
+from tu_symmetry.configs import merged, read_mapping
+from tu_symmetry.datamodules import planted
 from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE
-from tu_symmetry.datamodules.tomography import strip_projector
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import _dotted, load_table, run_commands
 from tu_symmetry.tables.outcome import Outcome
@@ -59,9 +57,7 @@ class Typed:
     @property
     def content(self) -> dict[str, Any]:
         """What the files say together."""
-        found: dict[str, Any] = {}
-        for file in self.files:
-            found = over(found, read_mapping(file))
+        found: dict[str, Any] = merged([read_mapping(file) for file in self.files])
         return found
 
     @property
@@ -188,13 +184,6 @@ def small(value: Any, key: str = "") -> Any:
     return made
 
 
-def over(earlier: Any, later: Any) -> Any:
-    """A later configuration over an earlier one."""
-    if not isinstance(earlier, Mapping) or not isinstance(later, Mapping):
-        return later
-    return {**earlier, **{key: over(earlier.get(key), value) for key, value in later.items()}}
-
-
 def small_copy(typed: Typed, folder: Path) -> Typed:
     """The same command with a small configuration, in one file."""
     path = folder / typed.recipe / f"{typed.name}.yaml"
@@ -256,24 +245,12 @@ def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
 
 def plant_scan(root: Path, size: int = 64, angles: int = 8) -> None:
     """A scan in miniature, under the names of the walnut's."""
-    folder = root / "walnut"
-    folder.mkdir(parents=True)
-    operator = strip_projector(size, angles, 40, 2.0).numpy()
-    truth = np.random.default_rng(0).random((size, size))
-    scipy.sparse.save_npz(folder / "operator.npz", scipy.sparse.csr_matrix(operator))
-    np.save(folder / "measurements.npy", operator @ truth.reshape(-1))
-    np.save(folder / "truth.npy", truth)
+    planted.plant_scan(root, size, angles, 40)
 
 
 def plant_cifar100(root: Path, count: int = 100) -> None:
     """CIFAR-100 in miniature, as torchvision stores it; its own check of the files' digests has to be taken away."""
-    folder = root / "cifar-100-python"
-    folder.mkdir(parents=True)
-    generator = np.random.default_rng(0)
-    for part in ("train", "test"):
-        images = generator.integers(0, 256, (count, 3 * 32 * 32), dtype=np.uint8)
-        (folder / part).write_bytes(pickle.dumps({"data": images, "fine_labels": [i % 100 for i in range(count)]}))
-    (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [f"class {i}" for i in range(100)]}))
+    planted.plant_cifar(root, "cifar100", count, count)
 
 
 def plant_tiny_imagenet(root: Path, classes: int = 200, val: int = 40) -> None:

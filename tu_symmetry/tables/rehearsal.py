@@ -157,8 +157,8 @@ def forecast_table(forecasts: list[Forecast], title: str, environment: Mapping[s
     header = ["command", "steps", "one", "all", "device\nGB", "host\nGB", "disk\nGB"]
     where = environment["device"] if environment["device"] != "cpu" else environment["processor"]
     caption = (
-        f"Forecast by a rehearsal on {where}, torch {environment.get('torch')}, {environment['threads']} threads. What it "
-        "shortens counts as often as the recipe says, its start included, so that times are upper bounds."
+        f"Forecast by a rehearsal on {where}, torch {environment.get('torch')}, {environment['threads']} threads. What "
+        "it shortens counts as often as the recipe says, its start included, so that times are upper bounds."
     )
     rows = [*map(row, forecasts), ["all", "", "", duration_text(total), *sizes]]
     return Grid(f"{title}: what it takes", header, rows, caption)
