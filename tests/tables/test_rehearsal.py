@@ -122,6 +122,23 @@ def test_the_command_says_whether_all_went_well(recipe: Path, tmp_path: Path, mo
         run(recipe, tmp_path / "third", data_root=tmp_path / "data")
 
 
+def test_nothing_but_a_rehearsal_is_cleared(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine" / "walk").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="something else"):
+        run(recipe, tmp_path / "mine", data_root=tmp_path / "data")
+    assert (tmp_path / "mine" / "walk").is_dir()
+
+    def interrupted(*_: Any) -> None:
+        raise SystemExit(1)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("tu_symmetry.tables.rehearsal._execute", interrupted)
+        run(recipe, tmp_path / "out", data_root=tmp_path / "data")
+    (tmp_path / "out" / "walk").mkdir()  # as a killed rehearsal leaves it
+    made, _ = run(recipe, tmp_path / "out", data_root=tmp_path / "data", overrides=["networks_0.data.batch_size=9000"])
+    assert made[0].steps == 7 * 7 and not (tmp_path / "out" / "walk").exists()
+
+
 def test_totals_add_up_and_memory_is_the_largest() -> None:
     made = [
         Forecast("a_0", 10, 60.0, 1.0, 0.5, 100, 2 * 10**9, 10**9, 10**8),
@@ -191,5 +208,6 @@ def test_every_recipe_of_paper_size_starts(folder: Path, tmp_path: Path, monkeyp
     overrides = [] if torch.cuda.is_available() and "FAKE" not in os.environ else SMALLER.get(name, [])
     if overrides:
         monkeypatch.setattr(planted, "plant_tiny_imagenet", partial(planted.plant_tiny_imagenet, train=20, val=1))
+        monkeypatch.setattr(planted, "plant_scan", partial(planted.plant_scan, size=64, angles=8, bins=40))
     made, shown = run(folder, tmp_path / "out", data_root=tmp_path / "nothing", overrides=overrides)
     assert not [f for f in made if f.error], shown

@@ -35,6 +35,7 @@ from tu_symmetry.tables.outcome import plain
 
 _STEPS = range(4, 9)  # of a training; as many of these as 20 seconds allow
 _SECONDS = 20.0
+_MARK = ".rehearsal"  # in a folder that a rehearsal may clear
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,28 @@ def rehearse(
 
     Args:
         folder: the recipe folder.
-        out: folder of the rehearsal; by default the recipe's run folder with ``-rehearsal`` behind its name.
+        out: folder of the rehearsal, new or of an earlier one; by default the recipe's run folder with ``-rehearsal``
+            behind its name.
         data_root: folder of data sets; those that are not there are planted in ``out``.
         overrides: ``NAME.FLAG=VALUE``, over what the rehearsal of a command sets.
         display: where progress is shown; the terminal by default.
+
+    Raises:
+        ConfigError: a folder of something else, an unknown command or key.
     """
     folder, display = Path(folder), display or Display()
     table = load_table(folder)
     more = parse_overrides(table, overrides)
     root = Path(out) if out is not None else Path(f"{table.root}-rehearsal")
+    if root.exists() and any(root.iterdir()) and not (root / _MARK).is_file():
+        raise ConfigError(f"{root} holds something else than a rehearsal, which would be removed: choose another --out")
     root.mkdir(parents=True, exist_ok=True)
+    (root / _MARK).touch()
     first = {name: f"{c['name']}_0" for c in read_mapping(folder / "table.yaml")["commands"] for name in _copies(c)}
     forecasts: dict[str, Forecast] = {}
     display.console.print(f"{table.title}: rehearsal", style="bold")
     with lock_folder(root), planted.unverified():
+        _clear(root)
         model: dict[str, Any] = {}
         for command in table.commands:
             found = _content(folder, command).get("command", {}).get("init_args", {})
@@ -124,11 +133,7 @@ def rehearse(
                     display.note(f"{name}: {found.error}")
                 forecasts[name] = found
         finally:
-            for path in root.iterdir():
-                if path.is_symlink():
-                    path.unlink()
-                elif path.is_dir():
-                    remove_folder(path)
+            _clear(root)
         environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         made = list(forecasts.values())
         grid = forecast_table(made, table.title, environment)
@@ -137,6 +142,14 @@ def rehearse(
         write_text(root / "rehearsal.md", f"{grid.markdown()}\n")
         grid.print(display.console)
     return made
+
+
+def _clear(root: Path) -> None:
+    for path in root.iterdir():
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
+            remove_folder(path)
 
 
 def forecast_table(forecasts: list[Forecast], title: str, environment: Mapping[str, Any]) -> Grid:
@@ -224,9 +237,12 @@ def _rehearsed(
     started = time.perf_counter()
     try:
         _execute(words, pace)
-    except (Exception, SystemExit) as error:  # whatever it is, it stands in the row, and the next one is tried
-        said = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Forecast(command.name, copies, error="refused, see above" if isinstance(error, SystemExit) else said)
+    except SystemExit as error:
+        if error.code != 2:  # how Lightning ends a training that was interrupted
+            raise
+        return Forecast(command.name, copies, error="its configuration was refused, see above")
+    except Exception as error:  # whatever it is, it stands in the row, and the next one is tried
+        return Forecast(command.name, copies, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
     taken = time.perf_counter() - started
     seconds, step, steps = taken * float(plan.get("times", 1)), None, 0
     if pace is not None:
@@ -259,8 +275,6 @@ class _Data:
     """A folder with the data sets of another one, and planted ones in place of those that are not there."""
 
     def __init__(self, root: Path, given: Path, model: Mapping[str, Any]) -> None:
-        if root.exists():
-            remove_folder(root)
         root.mkdir()
         self.root, self.model = root, model
         if given.is_dir():
