@@ -317,4 +317,4 @@ def test_the_mode_is_found_from_saturated_probabilities() -> None:
     residual = (jac @ found.theta + offset).view(-1, 3).softmax(-1) - nn.functional.one_hot(y, 3)
     gradient = jac.T @ residual.flatten() + 0.01 * found.theta
     norm = gradient @ torch.linalg.solve(dense_curvature(la) + 0.01 * torch.eye(len(gradient)), gradient)
-    assert float(norm.sqrt()) < 1e-5
+    assert float(norm.sqrt()) < 1e-4  # it differs between processors, from 9e-6 to 1.1e-5

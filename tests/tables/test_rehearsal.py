@@ -174,7 +174,13 @@ def test_planted_data_sets_are_read_as_the_real_ones(tmp_path: Path) -> None:
 
 
 ARCH = [f"{name}_0.routine.model.{'' if name in ('laplace', 'sghmc') else 'core_model.'}arch=20" for name in (
-    "dropout", "swag", "vibnn", "laplace", "sghmc")]  # fmt: skip
+    "dropout", "swag", "vibnn", "laplace", "sghmc")] + ["evaluation.command.model.arch=20"]  # fmt: skip
+FEW = [  # SWAG runs the training set for the statistics of each draw
+    "swag_0.data.train_size=512",
+    "evaluation.command.data.test_size=100",
+    "evaluation.command.ood.svhn.ood_size=100",
+    *(f"{name}_0.data.eval_batch_size=100" for name in ("swag", "vibnn")),
+]
 SMALLER = {  # what a CPU cannot do in minutes is smaller there; the whole size is for a GPU
     "compact_posterior/mnist": ["hmc.routine.leapfrog_steps=2", "pruning.command.num_samples=3"],
     "deep_image_prior/kmnist": [
@@ -187,12 +193,15 @@ SMALLER = {  # what a CPU cannot do in minutes is smaller there; the whole size 
         f"{part}.model.channels=[4,4,4,4,4,4]"
         for part in ("dip.routine", "dropout.routine", "linearized.command", "masks.command")
     ],
-    "symmetry_aware/cifar10": [*ARCH, "evaluation.command.model.arch=20"],
-    "symmetry_aware/cifar10-frn": [],
-    "symmetry_aware/cifar100": [*ARCH, "evaluation.command.model.arch=20"],
-    "symmetry_aware/tinyimagenet": [
-        *(flag for flag in ARCH if "vibnn" not in flag),
-        "evaluation.command.model.arch=20",
+    "symmetry_aware/cifar10": [*ARCH, *FEW, "dropout_0.data.eval_batch_size=100"],
+    "symmetry_aware/cifar10-frn": FEW,
+    "symmetry_aware/cifar100": [*ARCH, *FEW, "dropout_0.data.eval_batch_size=100"],
+    "symmetry_aware/tinyimagenet": [flag for flag in ARCH if "vibnn" not in flag],
+    "linearized_laplace/table1-mnist": [
+        f"{name}{early}.{flag}"
+        for name in ("t-former", "cnn", "resnet", "pre-resnet", "fixup")
+        for early in ("", "-early")
+        for flag in ("routine.num_members=1", "data.orders=1")
     ],
     "linearized_laplace/table2-resnet50": ["networks.routine.model.arch=18", "evidence.command.model.arch=18"],
 }
