@@ -146,6 +146,7 @@ SMALL |= {
     "largest_loss": lambda _: 1e9,
     "mode_tolerance": lambda _: 10.0,
     "stages": lambda _: [[4], [6]],
+    "inner": lambda _: [8, 40],
 }
 """What a key becomes in a small run, wherever it stands."""
 CLASSES: dict[str, dict[str, Any]] = {

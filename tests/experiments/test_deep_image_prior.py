@@ -28,6 +28,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     ROWS,
     TV_CODE,
     TV_SEED,
+    Scored,
     one_problem,
     patch_log_density,
     unet_priors,
@@ -213,6 +214,20 @@ def test_density_of_patches_without_samples_is_that_of_independent_pixels():
     expected = float((-0.5 * (math.log(2 * math.pi * 0.3) + error.square() / 0.3)).mean())
     for side in (1, 2, 10):
         assert patch_log_density(error, none, side, 0.3) == pytest.approx(expected)
+
+
+def test_the_inner_part_is_scored_in_whole_patches_with_halved_covariances():
+    generator = torch.Generator().manual_seed(0)
+    error, drawn = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in ((1, 9, 9), (200, 81)))
+    found = patch_log_density(error, drawn, 2, 0.1, scored=Scored((3, 6), reweighted=True))
+    total, index = 0.0, torch.arange(81).view(9, 9)
+    for top in (2, 4):  # from 3 // 2 patches on, up to row 6
+        for left in (2, 4):
+            own = index[top : top + 2, left : left + 2].reshape(-1)
+            covariance = drawn[:, own].mT @ drawn[:, own] / 200
+            covariance = 0.5 * (covariance + torch.diag(covariance.diagonal())) + 0.1 * torch.eye(4).double()
+            total += float(MultivariateNormal(torch.zeros(4).double(), covariance).log_prob(error.reshape(-1)[own]))
+    assert found == pytest.approx(total / 16, rel=1e-6)
 
 
 def test_masks_are_scored_in_patches_as_in_whole_images(run, tmp_path):

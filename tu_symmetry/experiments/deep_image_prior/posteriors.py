@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,19 @@ def _hyperpriors(
     return ways | {TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Which patches are scored, and how, as in the authors' code for the walnut.
+
+    Attributes:
+        inner: first and last row and column of the part that is scored, in whole patches; None for all.
+        reweighted: halve the covariances of different pixels of a patch.
+    """
+
+    inner: tuple[int, int] | None = None
+    reweighted: bool = False
+
+
 class _Rows:
     """What is kept for the table and the figures."""
 
@@ -128,17 +142,27 @@ class _Rows:
         )
 
     def add_patches(
-        self, row: str, index: int, mean: Tensor, drawn: Tensor, sides: Sequence[int], extra: float, **further: Any
+        self,
+        row: str,
+        index: int,
+        mean: Tensor,
+        drawn: Tensor,
+        sides: Sequence[int],
+        extra: float,
+        scored: Scored | None = None,
+        **further: Any,
     ) -> None:
         """Score one image by its patches, from deviations ``[samples, pixels]``; none of them for ``extra`` alone."""
         truth = self.found.problem.truth[index].double()
         mean = mean.double().cpu().view(truth.shape)
-        psnr, ssim = (float(q[0]) for q in image_quality(mean.unsqueeze(0), truth.unsqueeze(0)))
+        part = slice(*scored.inner) if scored is not None and scored.inner is not None else slice(None)
+        seen = (image[None, :, part, part] for image in (mean, truth))
+        psnr, ssim = (float(q[0]) for q in image_quality(*seen))
         spread = drawn.square().mean(0) if len(drawn) else torch.zeros(truth.numel(), dtype=torch.float64, device="cpu")
         self.keep(row, index, mean=mean, deviation=(spread + extra).sqrt().view(truth.shape))
         facts = {"row": row, "problem": index, "psnr": psnr, "ssim": ssim, **further}
         for side in sides:
-            density = patch_log_density(truth - mean, drawn, side, extra)
+            density = patch_log_density(truth - mean, drawn, side, extra, scored=scored)
             self.entries.append(facts | {"patch": side, "log_likelihood": density})
 
     def keep(self, row: str, index: int, **images: Tensor) -> None:
@@ -215,13 +239,14 @@ def dropout_posterior(
     problems: int | None = None,
     patches: Sequence[int] | None = None,
     noise_correction: bool = True,
+    scored: Scored | None = None,
     device: str = "auto",
 ) -> Outcome:
     """The Gaussian with mean and covariance of networks with dropout, for every reconstruction.
 
     ``num_samples``: random masks; more than the image, or the largest of its ``patches``, has pixels, for a covariance
-    of full rank. ``problems``: how many reconstructions, evenly spaced; None for all. ``patches`` and
-    ``noise_correction``: as for :func:`sampled_posterior`, for images whose covariance does not fit.
+    of full rank. ``problems``: how many reconstructions, evenly spaced; None for all. ``patches``,
+    ``noise_correction`` and ``scored``: as for :func:`sampled_posterior`, for images whose covariance does not fit.
     """
     rows, on = _Rows(reconstructions), chosen_device(device)
     found = rows.found
@@ -243,7 +268,7 @@ def dropout_posterior(
         centered = samples - mean
         if patches:
             extra = JITTER + (noise_gain(operator) if noise_correction else 0.0)
-            rows.add_patches(DROPOUT, index, mean, centered, patches, extra)
+            rows.add_patches(DROPOUT, index, mean, centered, patches, extra, scored)
             continue
         covariance = centered.mT @ centered / (num_samples - 1)
         rows.add(DROPOUT, index, mean, covariance, noise_gain(operator) + JITTER)
@@ -277,6 +302,7 @@ def sampled_posterior(
     linearized_steps: int = 1000,
     noise_correction: bool = True,
     assembled_jitter: float | None = None,
+    scored: Scored | None = None,
     device: str = "auto",
 ) -> Outcome:
     """The posterior of images that no dense kernel fits: evidence by stochastic gradients, a Gaussian of patches.
@@ -292,6 +318,7 @@ def sampled_posterior(
         noise_correction: add the noise's share of the image to the posterior's variance.
         assembled_jitter: assemble the measurements' covariance once for all samples, with this on its diagonal (0.1
             in the authors' code); None for conjugate gradients.
+        scored: which patches are scored, and how; None for all, as they are.
     """
     if max(patches) ** 2 >= num_samples:
         raise ValueError(
@@ -317,13 +344,12 @@ def sampled_posterior(
         gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
         gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
         none = torch.zeros(0, operator.shape[1], dtype=torch.float64, device="cpu")
-        rows.add_patches(DIP, index, observed.base, none, patches, gain + JITTER)
+        rows.add_patches(DIP, index, observed.base, none, patches, gain + JITTER, scored)
         for row, hyperprior in _hyperpriors(found, index, tv_weight, predcp_scale).items():
             phi, noise, history = evidence.adam(hyperprior=hyperprior, **steps)
             if row == EVIDENCE:
-                rows.add_patches(
-                    DIP_FITTED, index, observed.base, none, patches, noise * gain + JITTER, noise_variance=noise
-                )
+                extra = noise * gain + JITTER
+                rows.add_patches(DIP_FITTED, index, observed.base, none, patches, extra, scored, noise_variance=noise)
             solver: dict[str, Any] = {"preconditioner": evidence.preconditioner(phi, noise)}
             if assembled_jitter is not None:
                 solver = {"root": evidence.factor(phi, noise, jitter=assembled_jitter)}
@@ -332,7 +358,7 @@ def sampled_posterior(
                 zeta = evidence.samples(phi, noise, count=count, seed=16 * number + 1, **solver)[0]
                 drawn.append(observed.unobserved(zeta).double().cpu())
             extra = JITTER + (noise * gain if noise_correction else 0.0)
-            rows.add_patches(row, index, observed.base, torch.cat(drawn), patches, extra, noise_variance=noise)
+            rows.add_patches(row, index, observed.base, torch.cat(drawn), patches, extra, scored, noise_variance=noise)
             hyperparameters = {
                 f"{prior.name}.{what}": math.exp(value)
                 for prior in priors
@@ -343,21 +369,29 @@ def sampled_posterior(
     return rows.saved(out, f"by {num_samples} samples each", **further)
 
 
-def patch_log_density(error: Tensor, samples: Tensor, side: int, extra_variance: float) -> float:
+def patch_log_density(
+    error: Tensor, samples: Tensor, side: int, extra_variance: float, *, scored: Scored | None = None
+) -> float:
     """Log density a pixel (nats) of an image under Gaussians of its patches, with the samples' covariances.
 
     Without samples pixels are independent, of the extra variance alone.
 
     ``error`` is the truth less the mean, ``[1, height, width]``; samples are deviations from the mean, ``[samples,
-    height * width]``. Patches at the right and lower edge are smaller.
+    height * width]``. Patches at the right and lower edge are smaller. ``scored``: see :class:`Scored`.
     """
     _, height, width = error.shape
     index = torch.arange(height * width, device="cpu").view(height, width)
-    total = 0.0
-    for top in range(0, height, side):
-        for left in range(0, width, side):
+    first, last = (0, max(height, width)) if scored is None or scored.inner is None else scored.inner
+    if first >= min(last, height, width):
+        raise ValueError(f"inner={(first, last)} lies outside the image of {height} x {width} pixels")
+    total, pixels = 0.0, 0
+    for top in range(first // side * side, min(last, height), side):
+        for left in range(first // side * side, min(last, width), side):
             own = index[top : top + side, left : left + side].reshape(-1)
             drawn = samples[:, own]
             covariance = drawn.mT @ drawn / max(1, len(drawn))
+            if scored is not None and scored.reweighted:
+                covariance = 0.5 * (covariance + torch.diag(covariance.diagonal()))
             total += gaussian_log_density(error.reshape(-1)[own], covariance, extra_variance)
-    return total / error.numel()
+            pixels += len(own)
+    return total / pixels

@@ -24,7 +24,7 @@ class UNet(nn.Module):
         channels: channel numbers of every scale.
         skip_channels: channel numbers of the skip connections, from the coarsest ``up`` to the finest.
         normalize: group normalization after every convolution, and of what an ``up`` gets: two groups in the first
-            and in the ``up`` blocks (one where two do not divide the channels), four in the ``down`` blocks.
+            and in the ``up`` blocks, four in the ``down`` blocks, one of a skip connection and of a concatenation.
         sigmoid: images in (0, 1); else the last convolution's output.
         dropout: probability of dropping whole channels after each 3 x 3 convolution; active in training mode.
     """
@@ -76,10 +76,10 @@ class _Up(nn.Module):
         self.used = skip > 0
         width = max(1, skip)
         self.skip = nn.Sequential(
-            nn.Conv2d(after, width, 1), *([_norm(width, _FEW)] if normalize else []), nn.LeakyReLU(_SLOPE)
+            nn.Conv2d(after, width, 1), *([nn.GroupNorm(1, width)] if normalize else []), nn.LeakyReLU(_SLOPE)
         )
         self.conv = nn.Sequential(
-            *([_norm(before + width, _FEW)] if normalize else []),
+            *([nn.GroupNorm(1, before + width)] if normalize else []),
             *_convolution(before + width, after, normalize, dropout, _FEW),
             *_convolution(after, after, normalize, dropout, _FEW),
         )
@@ -98,14 +98,10 @@ class _Up(nn.Module):
         return self.conv[1:](h)
 
 
-def _norm(channels: int, groups: int) -> nn.GroupNorm:
-    return nn.GroupNorm(groups if channels % groups == 0 else 1, channels)
-
-
 def _convolution(
     before: int, after: int, normalize: bool, dropout: float, groups: int, stride: int = 1
 ) -> list[nn.Module]:
     layers: list[nn.Module] = [nn.Conv2d(before, after, 3, stride=stride, padding=1)]
     if normalize:
-        layers.append(_norm(after, groups))
+        layers.append(nn.GroupNorm(groups, after))
     return [*layers, nn.LeakyReLU(_SLOPE), nn.Dropout2d(dropout)]  # also for 0, so that weights keep their names

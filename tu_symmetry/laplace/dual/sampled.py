@@ -330,7 +330,8 @@ def linearized_weights(
 ) -> Tensor:
     """Weights ``[size]`` of the tangent model that fit the measurements, by Adam from the trained ones.
 
-    As in the authors' code of arXiv 2203.00479: ``mean((A (f + J (theta - theta~)) - y)^2)`` with weight decay.
+    ``mean((A (f + J (theta - theta~)) - y)^2)`` with weight decay, as in the authors' code of arXiv 2203.00479, which
+    adds the total variation of the training.
     """
     start = operator.tangent.point()
     residual = require_measurements(measurements, operator.matrix) - operator.matrix @ operator.base
