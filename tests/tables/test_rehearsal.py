@@ -190,10 +190,11 @@ SMALLER = {  # what a CPU cannot do in minutes is smaller there; the whole size 
         for flag in ("data.images=1", "routine.num_problems=4")
     ],
     "deep_image_prior/walnut": [
-        "linearized.command.scored.inner=[8,40]",
-        "masks.command.scored.inner=[8,40]",
-        f"{part}.model.channels=[4,4,4,4,4,4]"
-        for part in ("dip.routine", "dropout.routine", "linearized.command", "masks.command")
+        *(f"{part}.command.scored.inner=[8,40]" for part in ("linearized", "masks")),
+        *(
+            f"{part}.model.channels=[4,4,4,4,4,4]"
+            for part in ("dip.routine", "dropout.routine", "linearized.command", "masks.command")
+        ),
     ],
     "symmetry_aware/cifar10": [*ARCH, *FEW, "dropout_0.data.eval_batch_size=100"],
     "symmetry_aware/cifar10-frn": FEW,
