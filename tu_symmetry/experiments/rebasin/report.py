@@ -178,7 +178,7 @@ def accuracy_table(title: str, found: Found) -> Grid:
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
         f"{len(members)} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats; the "
-        f"ensemble stores and runs all {len(members)}"
+        f"ensemble stores and runs all {len(members)}; best: by this loss"
     )
     rows = {METHODS[method]: measured for method, measured in found["methods"].items()}
     rivals = {"the ensemble": found["ensemble"], "the best member": min(members, key=lambda one: _finite(one["loss"]))}
