@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import gzip
 import io
-import struct
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from torchvision.io import encode_jpeg
 from tu_symmetry.cli import main
 from tu_symmetry.configs import merged, read_mapping
 from tu_symmetry.datamodules import planted
-from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE
+from tu_symmetry.datamodules.readers import CIFAR10_CLASSES, CIFAR_ARCHIVE, TEXTURES_ARCHIVE, IDXName
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import _dotted, load_table, run_commands
 from tu_symmetry.tables.outcome import Outcome
@@ -230,18 +229,10 @@ def plant_images(root: Path, train: int = 240, test: int = 80) -> None:
                 member = tarfile.TarInfo(name)
                 member.size = len(content)
                 file.addfile(member, io.BytesIO(content))
-    for name in ("MNIST", "FashionMNIST", "KMNIST", "notMNIST"):
-        raw = root / name / "raw"
-        raw.mkdir(parents=True)
-        for part, count in (("train", train), ("t10k", test)):
-            y = np.arange(count, dtype=np.uint8) % 10
-            x = generator.integers(0, 80, (count, 28, 28), dtype=np.uint8)
-            for i, label in enumerate(y):
-                x[i, 2 * label : 2 * label + 6, 4:24] += 150
-            for kind, content in (("images-idx3", x), ("labels-idx1", y)):
-                head = struct.pack(f">I{content.ndim}I", 0x800 + content.ndim, *content.shape)
-                (raw / f"{part}-{kind}-ubyte").write_bytes(head + content.tobytes())
-                (raw / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + content.tobytes()))
+    for name in get_args(IDXName):
+        planted.plant_idx(root, name, train, test)
+    for file in root.rglob("*-ubyte"):  # the published archives too
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
 
 
 def plant_scan(root: Path, size: int = 64, angles: int = 8) -> None:
@@ -252,29 +243,6 @@ def plant_scan(root: Path, size: int = 64, angles: int = 8) -> None:
 def plant_cifar100(root: Path, count: int = 100) -> None:
     """CIFAR-100 in miniature, as torchvision stores it; its own check of the files' digests has to be taken away."""
     planted.plant_cifar(root, "cifar100", count, count)
-
-
-def plant_tiny_imagenet(root: Path, classes: int = 200, val: int = 40) -> None:
-    """Tiny ImageNet in miniature, one training image of each class; the red of an image is its class."""
-    folder = root / "tiny-imagenet-200"
-    wnids = [f"n{(7 * i) % classes:08d}" for i in range(classes)]  # in no order
-
-    def image(label: int) -> bytes:
-        content = torch.randint(256, (3, 64, 64), dtype=torch.uint8)
-        content[0] = label
-        return encode_jpeg(content, quality=100).numpy().tobytes()
-
-    for label, wnid in enumerate(wnids):
-        (folder / "train" / wnid / "images").mkdir(parents=True)
-        (folder / "train" / wnid / "images" / f"{wnid}_0.JPEG").write_bytes(image(label))
-        (folder / "train" / wnid / f"{wnid}_boxes.txt").write_text(f"{wnid}_0.JPEG\t0\t0\t63\t63\n")
-    (folder / "val" / "images").mkdir(parents=True)
-    for i in range(val):
-        (folder / "val" / "images" / f"val_{i}.JPEG").write_bytes(image(i))
-    lines = [f"val_{i}.JPEG\t{wnids[i]}\t0\t0\t63\t63\n" for i in range(val)]
-    (folder / "val" / "val_annotations.txt").write_text("".join(lines))
-    (folder / "wnids.txt").write_text("".join(f"{wnid}\n" for wnid in wnids))
-    (folder / "words.txt").write_text("".join(f"{wnid}\tthing, object\n" for wnid in wnids))
 
 
 def class_paths(value: Any) -> Iterator[str]:

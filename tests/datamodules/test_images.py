@@ -50,7 +50,7 @@ def test_idx_files_are_found_where_they_may_lie(tmp_path: Path, place: str, suff
     module.prepare_data()
     module.setup("fit")
     assert module.train.y.tolist() == [0, 1, 2, 3, 4] and len(module.test) == 3
-    assert (module.train.x[0, 0, :6, 4:24] > 149 / 255).all()  # what the planted images say
+    assert (module.train.x[0, 0, :6, 4:24] > 119 / 255).all()  # what the planted images say
 
 
 def test_what_is_missing_or_of_another_kind_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from recipe_runs import (
     commands_of,
     plant_cifar100,
     plant_images,
-    plant_tiny_imagenet,
     small_copy,
     typed_commands,
 )
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.cli import main
 from tu_symmetry.datamodules import IDXDataModule
+from tu_symmetry.datamodules.planted import plant_tiny_imagenet
 from tu_symmetry.experiments.symmetry_aware import SmallLeNet, SWAGSchedule, report, residual_network
 from tu_symmetry.experiments.symmetry_aware.evaluation import (
     Judge,
@@ -234,6 +234,7 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Judge, Networ
     row, reference = (_networks(f, n, model.state_dict()) for f, n in ((runs, 8), ([there], None)))
     judge = Judge(model, graph, torch.device("cpu"), 5, 0, folder / "forms")
     forms = {"mmd": None, "ns": removal("paper"), "ns_aligned": removal("min_mass", align_to=reference[0])}
+    judge.formed(reference, forms["ns_aligned"], "row")  # as a kill leaves it
     return judge, row, reference, forms
 
 
@@ -323,6 +324,9 @@ def test_rows_of_random_networks_are_evaluated_and_reported(tmp_path: Path) -> N
     sizes = {"num_samples": 6, "resamples": 5, "device": "cpu"}
     folder, model = run("reference"), SmallLeNet()
     made = assert_goes_on(lambda out: evaluate(out, model, images(), folder, one, several, **given, **sizes), tmp_path)
+    given["one_run"] |= {"longer": run("longer")}  # the reference is measured again, the rows are not
+    again = evaluate(tmp_path, model, images(), folder, one, several, **given, **sizes).results
+    assert again["rows"] == made.results["rows"] and set(again["homogeneity"]) == {"hmc", "longer", "reference"}
     made.save(tmp_path / "evaluation")
     found = made.results
     assert len(found["rows"]) == 5 and len(found["rows"]["one mode/swag"]) == 2
@@ -366,7 +370,7 @@ def test_the_files_of_each_row_run_by_themselves_with_fit_and_test(
         plant_cifar100(tmp_path / "data")
         monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
     elif recipe == "tinyimagenet":
-        plant_tiny_imagenet(tmp_path / "data")
+        plant_tiny_imagenet(tmp_path / "data", 1, 1)
     else:
         plant_images(tmp_path / "data")
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from fake_cuda.device import real_device
 from recipe_runs import RECIPES
 from rich.console import Console
 
@@ -127,6 +127,12 @@ def test_nothing_but_a_rehearsal_is_cleared(recipe: Path, tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="something else"):
         run(recipe, tmp_path / "mine", data_root=tmp_path / "data")
     assert (tmp_path / "mine" / "walk").is_dir()
+    for mark in (".table/walk.json", ".rehearsal"):  # results of a table, in a folder where a rehearsal was killed
+        path = tmp_path / "results" / mark
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(ConfigError, match="something else"):
+        run(recipe, tmp_path / "results", data_root=tmp_path / "data")
 
     def interrupted(*_: Any) -> None:
         raise SystemExit(1)
@@ -134,7 +140,10 @@ def test_nothing_but_a_rehearsal_is_cleared(recipe: Path, tmp_path: Path, monkey
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr("tu_symmetry.tables.rehearsal._execute", interrupted)
         run(recipe, tmp_path / "out", data_root=tmp_path / "data")
-    (tmp_path / "out" / "walk").mkdir()  # as a killed rehearsal leaves it
+    (tmp_path / "out" / "walk").mkdir()
+    with pytest.raises(ConfigError, match="something else"):
+        run(recipe, tmp_path / "out", data_root=tmp_path / "data")
+    (tmp_path / "out" / ".rehearsal").touch()  # as a killed rehearsal leaves it
     made, _ = run(recipe, tmp_path / "out", data_root=tmp_path / "data", overrides=["networks_0.data.batch_size=9000"])
     assert made[0].steps == 7 * 7 and not (tmp_path / "out" / "walk").exists()
 
@@ -217,7 +226,7 @@ def test_every_recipe_of_paper_size_starts(folder: Path, tmp_path: Path, monkeyp
     """Each command at its configuration; on a CPU with the reductions that are named above."""
     monkeypatch.chdir(tmp_path)
     name = folder.relative_to(RECIPES).as_posix()
-    overrides = [] if torch.cuda.is_available() and "FAKE" not in os.environ else SMALLER.get(name, [])
+    overrides = [] if real_device() and torch.cuda.is_available() else SMALLER.get(name, [])
     if overrides:
         monkeypatch.setattr(planted, "plant_tiny_imagenet", partial(planted.plant_tiny_imagenet, train=20, val=1))
         monkeypatch.setattr(planted, "plant_scan", partial(planted.plant_scan, size=64, angles=8, bins=40))

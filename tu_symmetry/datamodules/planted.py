@@ -23,8 +23,6 @@ from torch import nn
 
 from tu_symmetry.datamodules.readers import IDX_FOLDERS, IDXName
 
-TINY_CLASSES = 200
-
 
 def plant_idx(root: Path, name: IDXName, train: int = 60000, test: int = 10000) -> None:
     """MNIST or one of its relatives, ``[n, 28, 28]``."""
@@ -61,12 +59,12 @@ def plant_svhn(root: Path, count: int = 26032) -> None:
     scipy.io.savemat(root / "test_32x32.mat", {"X": x.transpose(2, 3, 1, 0), "y": y[:, None]})
 
 
-def plant_tiny_imagenet(root: Path, train: int = 500, val: int = 50) -> None:
+def plant_tiny_imagenet(root: Path, train: int = 500, val: int = 50, classes: int = 200) -> None:
     """Tiny ImageNet with ``train`` and ``val`` images of each class, which are one file; red says the class."""
     from PIL import Image
 
     folder = root / "tiny-imagenet-200"
-    wnids = [f"n{(7 * k) % TINY_CLASSES:08d}" for k in range(TINY_CLASSES)]  # in no order
+    wnids = [f"n{(7 * k) % classes:08d}" for k in range(classes)]  # in no order
     (folder / "val" / "images").mkdir(parents=True)
     lines = []
     for label, wnid in enumerate(wnids):
@@ -75,10 +73,10 @@ def plant_tiny_imagenet(root: Path, train: int = 500, val: int = 50) -> None:
         pixels = np.random.default_rng(label).integers(0, 256, (64, 64, 3), dtype=np.uint8)
         pixels[..., 0] = label
         names = [f"{wnid}_{k}.JPEG" for k in range(train)]
-        (images / names[0]).write_bytes(_jpeg(Image.fromarray(pixels)))
+        Image.fromarray(pixels).save(images / names[0], quality=95)
         places = [images / name for name in names[1:]]
         for k in range(val):
-            places.append(folder / "val" / "images" / f"val_{k * TINY_CLASSES + label}.JPEG")
+            places.append(folder / "val" / "images" / f"val_{k * classes + label}.JPEG")
             lines.append(f"{places[-1].name}\t{wnid}\t0\t0\t63\t63\n")
         for place in places:
             os.link(images / names[0], place)
@@ -150,9 +148,3 @@ def _images(count: int, classes: int, shape: tuple[int, ...]) -> tuple[np.ndarra
         first = label * (height - 6) // max(1, classes - 1)
         x[y == label, ..., first : first + 6, :] += np.uint8(120)
     return x, y
-
-
-def _jpeg(image: object) -> bytes:
-    content = io.BytesIO()
-    image.save(content, format="JPEG", quality=95)  # type: ignore[attr-defined]
-    return content.getvalue()

@@ -26,16 +26,26 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from tu_symmetry.configs import ConfigError, merged, read_mapping, resolve
 from tu_symmetry.datamodules import planted
 from tu_symmetry.datamodules.readers import IDX_FOLDERS
-from tu_symmetry.files import lock_folder, remove_folder, write_json, write_text
+from tu_symmetry.files import LOCK, lock_folder, remove_folder, write_json, write_text
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.reporting.progress import Display, duration_text
-from tu_symmetry.tables.commands import CommandConfig, CommandTable, _dotted, load_table, parse_overrides, typed
+from tu_symmetry.tables.commands import (
+    MARKS,
+    CommandConfig,
+    CommandTable,
+    _dotted,
+    load_table,
+    parse_overrides,
+    typed,
+)
 from tu_symmetry.tables.outcome import plain
 
 _STEPS = range(4, 9)  # of a training; as many of these as 20 seconds allow
 _SECONDS = 20.0
-_MARK = ".rehearsal"  # in a folder that a rehearsal may clear
+_MARK = ".rehearsal"  # in a folder that a rehearsal may clear: one is running there, or was killed
+_WRITTEN = ("rehearsal.json", "rehearsal.md")
+_NETWORKS = 10  # in a planted archive, where the recipe does not say how many
 
 
 @dataclass(frozen=True)
@@ -94,14 +104,15 @@ def rehearse(
     table = load_table(folder)
     more = parse_overrides(table, overrides)
     root = Path(out) if out is not None else Path(f"{table.root}-rehearsal")
-    if root.exists() and any(root.iterdir()) and not (root / _MARK).is_file():
-        raise ConfigError(f"{root} holds something else than a rehearsal, which would be removed: choose another --out")
     root.mkdir(parents=True, exist_ok=True)
-    (root / _MARK).touch()
+    there = {path.name for path in root.iterdir()}
+    if MARKS in there or (_MARK not in there and there - {LOCK, *_WRITTEN}):
+        raise ConfigError(f"{root} holds something else than a rehearsal, which would be removed: choose another --out")
     first = {name: f"{c['name']}_0" for c in read_mapping(folder / "table.yaml")["commands"] for name in _copies(c)}
     forecasts: dict[str, Forecast] = {}
     display.console.print(f"{table.title}: rehearsal", style="bold")
     with lock_folder(root), planted.unverified():
+        (root / _MARK).touch()
         _clear(root)
         model: dict[str, Any] = {}
         for command in table.commands:
@@ -134,12 +145,13 @@ def rehearse(
                 forecasts[name] = found
         finally:
             _clear(root)
+            (root / _MARK).unlink()
         environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         made = list(forecasts.values())
         grid = forecast_table(made, table.title, environment)
         content = {"recipe": folder.name, "environment": environment, "forecasts": [asdict(f) for f in made]}
-        write_json(root / "rehearsal.json", plain(content))
-        write_text(root / "rehearsal.md", f"{grid.markdown()}\n")
+        write_json(root / _WRITTEN[0], plain(content))
+        write_text(root / _WRITTEN[1], f"{grid.markdown()}\n")
         grid.print(display.console)
     return made
 
@@ -229,8 +241,8 @@ def _rehearsed(
     if command.command == "fit":
         lengths = ("trainer.max_epochs", "trainer.max_steps", "trainer.limit_train_batches")
         pace = _Pace(ends=not any(name in flags for name in lengths))
-        limit = content.get("trainer", {}).get("limit_val_batches", 1)
-        flags = {"trainer.limit_train_batches": _STEPS[-1], "trainer.limit_val_batches": min(limit, 2)} | flags
+        validated = 2 if content.get("trainer", {}).get("limit_val_batches") != 0 else 0
+        flags = {"trainer.limit_train_batches": _STEPS[-1], "trainer.limit_val_batches": validated} | flags
     words = [*typed(folder, command, root, data.root), *_dotted(flags), *more]
     cuda = torch.cuda.is_available()
     _reset_peaks()
@@ -294,11 +306,10 @@ class _Data:
         if "folder" not in given or "source" not in given or Path(given["source"]).is_dir():
             return {}
         archive, model = self.root / "published" / given["folder"], self.model
+        count = int(flags.get("command.count") or given.get("count") or _NETWORKS)
         if not archive.exists():
-            planted.plant_networks(
-                archive, lambda: resolve(model["class_path"])(**model.get("init_args", {})), flags["command.count"]
-            )
-        return {"command.source": str(self.root / "published")}
+            planted.plant_networks(archive, lambda: resolve(model["class_path"])(**model.get("init_args", {})), count)
+        return {"command.source": str(self.root / "published"), "command.count": count}
 
     def _sets(self, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Path], None]]]:
         key = "ood_dataset" if "ood_dataset" in options else "ood_ds"

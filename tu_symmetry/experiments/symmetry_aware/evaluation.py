@@ -108,9 +108,9 @@ def evaluate(
     rows |= {f"{MULTI}/{method}": [folders] for method, folders in multi_mode.items()}
     if empty := [row for row, posteriors in rows.items() if not posteriors or not all(posteriors)]:
         raise ValueError(f"{empty[0]} is a row without a run: name at least one folder")
-    extra = {name: [folder] for name, folder in (one_run or {}).items()}
-    for folders in [*(posterior for posteriors in rows.values() for posterior in posteriors), *extra.values()]:
+    for folders in (posterior for posteriors in rows.values() for posterior in posteriors):
         _networks(folders, num_samples, like)  # what is wrong with one is said before anything is computed
+    extra = {name: _networks([folder], num_samples, like) for name, folder in (one_run or {}).items()}
     references = _networks([reference], None, like)
     test = _test_set(data, 0)
     others = {name: _test_set(module, 1)[0] for name, module in ood.items()}
@@ -118,16 +118,20 @@ def evaluate(
     model = model.eval()
     graph = discover_symmetries(model, test[0][:2])
     graph.require_verified()
-    judge = Judge(model.to(chosen_device(device)), graph, chosen_device(device), resamples, seed, out / "forms")
     options = [
         num_samples,
         diversity_networks,
         resamples,
         seed,
+        repr(model),
         references.key,
+        list(others),
         digest_tensors(*test, *others.values()),
+        None if predictive is None else digest_file(predictive),
     ]
-    kept = Parts(out / "parts", [*options, None if predictive is None else digest_file(predictive)])
+    kept = Parts(out / "parts", options)
+    own = chosen_device(device)
+    judge = Judge(model.to(own), graph, own, resamples, seed, out / "forms" / kept.key[:8])
     forms = {
         "mmd": None,
         "ns": removal("paper"),
@@ -149,7 +153,7 @@ def evaluate(
     def measure_reference() -> dict[str, Any]:
         first = references.first(diversity_networks)
         diversity, pairs = judge.diversity(first, test[0], others)
-        marginals = {n: judge.homogeneity(_networks(own, num_samples, like)) for n, own in extra.items()}
+        marginals = {name: judge.homogeneity(networks) for name, networks in extra.items()}
         marginals["reference"] = judge.homogeneity(references)
         found = {"homogeneity": marginals, "diversity": diversity, "pairs": pairs}
         return found | {"marginal": judge.marginal(references)}
@@ -162,7 +166,8 @@ def evaluate(
         part = kept.take(f"{row}-{k}-{digest_of(networks.key)[:8]}", measure, row, networks)
         found[row].append(part["entry"])
         marginals.setdefault(row, part["marginal"])
-    of_reference = kept.take("reference", measure_reference)
+    of_extra = digest_of({name: networks.key for name, networks in extra.items()})
+    of_reference = kept.take(f"reference-{of_extra[:8]}", measure_reference)
     shown = {"reference": of_reference.pop("marginal")} | marginals
     if (out / "forms").exists():
         remove_folder(out / "forms")
@@ -215,7 +220,10 @@ def _wide(state: States) -> dict[str, Tensor]:
 
 @dataclass
 class Judge:
-    """What is measured of the networks of one posterior; no more than 50 of them are in memory at a time."""
+    """What is measured of the networks of one posterior; no more than 50 of them are in memory at a time.
+
+    ``forms`` is a folder for the canonical forms of one model's networks and one reference.
+    """
 
     model: nn.Module
     graph: SymmetryGraph
@@ -234,7 +242,7 @@ class Judge:
         return [name for name in self.graph.shapes if name not in self.graph.buffers]
 
     def formed(self, networks: Networks, form: Removal, name: str) -> list[tuple[SampleStore, int]]:
-        """Canonical forms in a store, in the precision of the networks' own; one that was begun is gone on with."""
+        """Canonical forms in a store, in the precision of the networks' own; a store of this name is gone on with."""
         store = SampleStore.open_if_there(self.forms / name)
         if store is None:
             store = SampleStore.create(self.forms / name, architecture=form.name, method="canonical form")
@@ -272,6 +280,8 @@ class Judge:
         for name, form in forms.items():
             own, there = networks.members, references.members
             if form is not None:
+                if (self.forms / "row").exists():  # of another row or form, as a kill leaves it
+                    remove_folder(self.forms / "row")
                 own, there = self.formed(networks, form, "row"), self.formed(references, form, name)
             removed = "nothing" if form is None else form.name
             options: dict[str, Any] = {"removed": removed, "bootstraps": self.resamples, "groups": (runs, None)}
