@@ -72,7 +72,6 @@ def evaluate(
     multi_mode: dict[str, list[Path]],
     *,
     ood: dict[str, LightningDataModule],
-    one_run: dict[str, Path] | None = None,
     predictive: Path | None = None,
     num_samples: int = 100,
     diversity_networks: int = 200,
@@ -94,7 +93,6 @@ def evaluate(
             the mode is seen. The first is the row of the table.
         multi_mode: method to the folders of the runs that make one posterior together, in equal shares.
         ood: name of each out-of-distribution set to a data module that has it as its own (``ood_dataset``).
-        one_run: further runs for the test of marginals alone, such as an HMC chain.
         predictive: ``.npz`` file with ``probs`` ``(points, classes)`` of a trusted posterior on the test set in order,
             as that of HMC on CIFAR-10 (arXiv 2104.14421): agreement and total variation are reported then.
         num_samples: networks of each posterior.
@@ -110,7 +108,6 @@ def evaluate(
         raise ValueError(f"{empty[0]} is a row without a run: name at least one folder")
     for folders in (posterior for posteriors in rows.values() for posterior in posteriors):
         _networks(folders, num_samples, like)  # what is wrong with one is said before anything is computed
-    extra = {name: _networks([folder], num_samples, like) for name, folder in (one_run or {}).items()}
     references = _networks([reference], None, like)
     test = _test_set(data, 0)
     others = {name: _test_set(module, 1)[0] for name, module in ood.items()}
@@ -153,9 +150,7 @@ def evaluate(
     def measure_reference() -> dict[str, Any]:
         first = references.first(diversity_networks)
         diversity, pairs = judge.diversity(first, test[0], others)
-        marginals = {name: judge.homogeneity(networks) for name, networks in extra.items()}
-        marginals["reference"] = judge.homogeneity(references)
-        found = {"homogeneity": marginals, "diversity": diversity, "pairs": pairs}
+        found = {"homogeneity": judge.homogeneity(references), "diversity": diversity, "pairs": pairs}
         return found | {"marginal": judge.marginal(references)}
 
     found: dict[str, Any] = {row: [] for row in rows}
@@ -166,8 +161,7 @@ def evaluate(
         part = kept.take(f"{row}-{k}-{digest_of(networks.key)[:8]}", measure, row, networks)
         found[row].append(part["entry"])
         marginals.setdefault(row, part["marginal"])
-    of_extra = digest_of({name: networks.key for name, networks in extra.items()})
-    of_reference = kept.take(f"reference-{of_extra[:8]}", measure_reference)
+    of_reference = kept.take("reference", measure_reference)
     shown = {"reference": of_reference.pop("marginal")} | marginals
     if (out / "forms").exists():
         remove_folder(out / "forms")
