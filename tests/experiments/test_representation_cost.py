@@ -17,6 +17,7 @@ from tu_symmetry.experiments.symmetry_toy import (
     TwoGroupsDataModule,
     cluster_shares,
     in_window,
+    mixture_tests,
     remove,
 )
 from tu_symmetry.posterior.samples import SampleStore
@@ -109,7 +110,7 @@ def test_toy_forms(toy: tuple[Path, dict[str, Any], str]) -> None:
     """Each form by the paper's words, from the raw weights: rows of norm 3, last layer's weights in order."""
     out, results, _ = toy
     forms = load_file(out / "removal" / FORMS)
-    hidden, output = weights(forms, "raw")
+    hidden, output = raw = weights(forms, "raw")
     kept = results["removal"]["kept"]
     assert hidden.shape == (kept, 2, 2) and 20 < kept < 150
     norm = hidden.norm(dim=-1)
@@ -122,6 +123,29 @@ def test_toy_forms(toy: tuple[Path, dict[str, Any], str]) -> None:
     torch.testing.assert_close(hidden.norm(dim=-1), output.abs(), rtol=1e-6, atol=1e-9)  # a unit's sides balance
     assert (output.diff(dim=-1) >= 0).all()
     assert results["removal"]["output_error"] < 1e-12
+    own = weights(forms, "own")  # the raw networks, each in one of its two orders
+    same, turned = (
+        (own[0] - h).abs().amax((1, 2)) + (own[1] - o).abs().amax(1) < 1e-9 for h, o in (raw, [w.flip(1) for w in raw])
+    )
+    assert (same | turned).all() and 0.3 < same.double().mean() < 0.7
+    drawn = weights(forms, "mixture")  # functions are kept, factors are those of all units
+    for k, products in enumerate((both[0].norm(dim=-1) * both[1], drawn[0].norm(dim=-1) * drawn[1])):
+        torch.testing.assert_close(products.sort(-1).values, (norm * raw[1]).sort(-1).values, msg=str(k))
+    torch.testing.assert_close(drawn[0].norm(dim=-1).flatten().sort().values, norm.flatten().sort().values)
+
+
+def test_scales_that_depend_on_the_network_are_no_mixture() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 2, dtype=torch.float64, generator=generator)
+    stretched = x * (1 + 3 * (x[:, :1] > 0))
+    tests = mixture_tests(
+        {"output.weight": stretched.flip(1)},
+        {"output.weight": x},
+        raw={"output.weight": stretched},
+        generator=generator,
+    )
+    assert tests["raw"]["p_value"] > 0.05 and tests["mixture"]["p_value"] == 0.005
+    assert tests["mixture"]["value"] > 10 * abs(tests["raw"]["value"])
 
 
 def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
@@ -136,7 +160,8 @@ def test_toy_numbers(toy: tuple[Path, dict[str, Any], str]) -> None:
     assert numbers["both"]["modes"] == numbers["cost"]["modes"] == 1
     assert numbers["both"]["variance"] < 0.1 * numbers["raw"]["variance"]
     assert "least mass" in text
-    assert (out / "report" / "posterior.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("posterior", "mixture"):
+        assert (out / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_window_counts_variance_and_signs() -> None:

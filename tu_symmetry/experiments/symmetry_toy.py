@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import read_tensors, write_safetensors
+from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
@@ -41,6 +42,11 @@ ROWS = {
     "both": "scaled and sorted",
     "least": "least mass",
     "cost": "least mass and sorted",
+}
+MIXTURES = {
+    "raw": "raw",
+    "own": "drawn orders, own scales",
+    "mixture": "drawn orders, drawn scales",
 }
 
 
@@ -127,6 +133,10 @@ def remove(
 ) -> Outcome:
     """Keep the networks that fit, scale and sort each of them, and measure what is left of the spread.
 
+    The proposition of arXiv 2310.08287 (section 2) goes the other way: the posterior is the scaled and sorted one,
+    mixed over orders and scales. Both are drawn anew for each network, orders uniformly, scales from those of all
+    networks, and the mixture is compared with raw networks, as it is with scales left as they were.
+
     Args:
         out: gets ``forms.safetensors``: form and name to ``[kept, ...]``.
         largest_loss: networks whose mean loss over the data (nats) is above it are left out.
@@ -153,7 +163,7 @@ def remove(
     model, points = model.double(), x.double()
     graph = discover_symmetries(model, points[:2])
     forms: dict[str, list[dict[str, Tensor]]] = {k: [] for k in ("raw", "scaled", "least", "sorted", "both", "cost")}
-    error = 0.0
+    error, scales = 0.0, []
     for state in tracked("removing symmetries", list(unstack({name: t[fits].double() for name, t in trained.items()}))):
         made = {"raw": state, "scaled": rescaled(graph, state, norm), "least": rescaled(graph, state, None)}
         for plain, ordered in (("raw", "sorted"), ("scaled", "both"), ("least", "cost")):
@@ -162,9 +172,18 @@ def remove(
         error = max(error, float((outputs - outputs[0]).abs().max() / outputs[0].abs().max()))
         for name, form in made.items():
             forms[name].append(form)
+        norms = [s["hidden.weight"].norm(dim=1) for s in (state, made["scaled"])]
+        scales.append((norms[0] / norms[1]).log()[made["scaled"]["output.weight"][0].argsort()])
     stacked = {name: stack_states(states) for name, states in forms.items()}
+    generator = torch.Generator("cpu").manual_seed(0)
+    for name, drawn in (("own", torch.arange(kept)), ("mixture", torch.randperm(kept, generator=generator))):
+        factors = [scales[k] for k in drawn.tolist()]
+        stacked[name] = stack_states(
+            [moved(graph, s, f, generator) for s, f in zip(forms["both"], factors, strict=True)]
+        )
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / FORMS, {f"{name}/{k}": t for name, states in stacked.items() for k, t in states.items()})
+    tests = mixture_tests(*(stacked.pop(name) for name in ("own", "mixture")), raw=stacked["raw"], generator=generator)
     numbers: dict[str, dict[str, Any]] = {}
     for name, states in stacked.items():
         vectors = torch.cat([t.flatten(1) for t in states.values()], dim=1)
@@ -176,7 +195,14 @@ def remove(
         numbers[name] |= in_window(states["output.weight"][:, 0], window)
     before, after = (numbers[name]["window_variance"] for name in ("raw", "both"))
     return Outcome(
-        {"trained": len(losses), "kept": kept, "forms": numbers, "output_error": error, "window": window},
+        {
+            "trained": len(losses),
+            "kept": kept,
+            "forms": numbers,
+            "output_error": error,
+            "window": window,
+            "mixtures": tests,
+        },
         f"{kept} of {len(losses)} networks fit, variance of the last layer's weights {before:.3g} → {after:.3g}",
     )
 
@@ -206,6 +232,34 @@ def sorted_by_output(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[
     return apply_permutation(graph, {group.name: state["output.weight"][0].argsort()}, state)
 
 
+def moved(
+    graph: SymmetryGraph, state: Mapping[str, Tensor], scale: Tensor, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The network with its hidden units' incoming weights times ``exp(scale)`` ``[2]``, in an order that is drawn."""
+    (group,), (scaled,) = graph.permutations, graph.scales
+    order = torch.randperm(group.size, generator=generator, device="cpu")
+    return apply_permutation(graph, {group.name: order}, apply_scale(graph, {scaled.name: scale}, state))
+
+
+def mixture_tests(
+    own: dict[str, Tensor], mixture: dict[str, Tensor], *, raw: dict[str, Tensor], generator: torch.Generator
+) -> dict[str, dict[str, float]]:
+    """Squared MMD to 1,000 raw networks (fewer where there are fewer), and its p-value by relabeling.
+
+    All three sets are made of networks that the first one does not hold, so that under the proposition, and always for
+    ``raw``, both sets are independent draws of one distribution.
+    """
+    half = min(1000, len(raw["output.weight"]) // 2)
+    vectors = {
+        n: torch.cat([t.flatten(1) for t in s.values()], 1) for n, s in zip(MIXTURES, (raw, own, mixture), strict=True)
+    }
+    tests = {
+        n: vectors_test({"": v[-half:]}, {"": vectors["raw"][:half]}, bootstraps=0, generator=generator)
+        for n, v in vectors.items()
+    }
+    return {n: {"value": float(test.value), "p_value": test.p_value} for n, test in tests.items()}
+
+
 def cluster_shares(points: Tensor, radius: float, neighbors: int) -> list[float]:
     """Shares of the points in each cluster that DBSCAN finds, largest first; what belongs to none is left out."""
     from sklearn.cluster import DBSCAN
@@ -218,10 +272,22 @@ def cluster_shares(points: Tensor, radius: float, neighbors: int) -> list[float]
 
 def report(out: Path, recipe: str, removal: Path) -> Outcome:
     """Write ``report.md`` with the four panels and the numbers of the collapse, from the folder of :func:`remove`."""
-    page, forms = Report(out, recipe), read_tensors(removal / FORMS)
-    page.add(collapse_table(Outcome.load(removal).results, page.table.title), heading=False)
-    shown = {name: forms[f"{name}/output.weight"][:, 0] for name in ("raw", "scaled", "sorted", "both")}
-    page.figure("posterior", draw, shown, Outcome.load(removal).results["window"])
+    page, forms, found = Report(out, recipe), read_tensors(removal / FORMS), Outcome.load(removal).results
+    page.add(collapse_table(found, page.table.title), heading=False)
+    shown = {ROWS[name]: forms[f"{name}/output.weight"][:, 0] for name in ("raw", "scaled", "sorted", "both")}
+    page.figure("posterior", draw, shown, found["window"])
+    columns = {"MMD": lambda test: f"{test['value']:.5f}", "p": lambda test: f"{test['p_value']:.3f}"}
+    rows = {label: found["mixtures"][name] for name, label in MIXTURES.items()}
+    page.add(
+        table(
+            "Raw networks against mixtures of scaled and sorted ones",
+            rows,
+            columns,
+            "squared MMD of all weights to raw networks that the row was not made of",
+        )
+    )
+    mixed = {label: forms[f"{name}/output.weight"][:, 0] for name, label in MIXTURES.items()}
+    page.figure("mixture", draw, mixed, found["window"], title="The posterior as a mixture")
     return page.done()
 
 
@@ -254,6 +320,6 @@ def draw(path: Path, points: Mapping[str, Tensor], limit: float) -> None:
             *_, image = ax.hist2d(x, y, bins=90, range=box, norm=norm, cmap="viridis", rasterized=True)
             ax.axhline(0, color=plots.GRAY, linewidth=0.5)
             ax.axvline(0, color=plots.GRAY, linewidth=0.5)
-            ax.set(title=ROWS[name].capitalize(), xlabel="output weight of unit 1", aspect="equal")
+            ax.set(title=name.capitalize(), xlabel="output weight of unit 1", aspect="equal")
         axes[0].set_ylabel("output weight of unit 2")
         axes[-1].figure.colorbar(image, ax=axes[-1], label="networks in a bin", shrink=0.8)

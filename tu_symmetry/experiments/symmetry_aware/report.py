@@ -161,7 +161,7 @@ def _uncorrelated(found: Found) -> Answer:
 
 
 def _ranking(found: Found) -> Answer:
-    """Pairs of rows that MMD and NS order differently with disjoint intervals both times; a tenth of all is a change."""
+    """Pairs of rows that MMD and NS order differently, intervals disjoint both times; a tenth of all is a change."""
     rows, turned, sure = _rows(found), 0, []
     for a, b in combinations(rows, 2):
         tests = [(rows[a][name], rows[b][name]) for name in ("mmd", "ns")]
