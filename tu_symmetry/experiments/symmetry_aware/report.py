@@ -127,7 +127,8 @@ def _multi_is_better(found: Found, columns: Sequence[str]) -> Answer:
     """Each method against itself with one mode: better in every column, and apart from chance in most."""
     rows = _rows(found)
     methods = [r.partition("/")[2] for r in rows if r.startswith(ONE) and f"{MULTI}/{r.partition('/')[2]}" in rows]
-    better, clear, worse, words = 0, 0, 0, []
+    better, clear = 0, 0
+    worse: dict[str, float] = {}
     for method in methods:
         for column in columns:
             one, many = rows[f"{ONE}/{method}"][column], rows[f"{MULTI}/{method}"][column]
@@ -135,29 +136,25 @@ def _multi_is_better(found: Found, columns: Sequence[str]) -> Answer:
             apart = many[1] > one[2] or many[2] < one[1]
             better += gain > 0
             clear += gain > 0 and apart
-            worse += gain < 0 and apart
-            if gain <= 0:
-                words.append(f"{method} {column} {one[0]:.3f} → {many[0]:.3f}{' (apart)' if apart else ''}")
+            if gain < 0 and apart:
+                worse[f"{method} {COLUMNS[column].rstrip(' %↑↓')} {one[0]:.3f} → {many[0]:.3f}"] = gain
     total = len(methods) * len(columns)
     evidence = f"better in {better} of {total} comparisons, with disjoint intervals in {clear}"
-    evidence += f"; not in {', '.join(words)}" if words else ""
-    verdict = "holds" if better == total and clear > 0 else "fails" if worse > 0 or better <= total / 2 else "undecided"
+    evidence += f"; worse with such in {len(worse)}, most in {min(worse, key=lambda w: worse[w])}" if worse else ""
+    verdict = "holds" if better == total and clear > 0 else "fails" if worse or better <= total / 2 else "undecided"
     return Answer(verdict, evidence)
 
 
 def _uncorrelated(found: Found) -> Answer:
     """Spearman's rank correlation over the rows of each quality with each column of performance."""
-    rows, strong, words = _rows(found), [], []
+    rows, strong = _rows(found), []
     for quality in ("mmd", "ns"):
         for column in PERCENT:
-            values = [(r[quality]["value"], r[column][0]) for r in rows.values()]
-            rho, p = spearmanr(*zip(*values, strict=True))
-            words.append(f"{quality}–{column} {rho:+.2f}")
+            rho, p = spearmanr(*zip(*((r[quality]["value"], r[column][0]) for r in rows.values()), strict=True))
             if p < _ALPHA / (2 * len(PERCENT)):
-                strong.append(f"{quality}–{column}")
-    evidence = f"Spearman over {len(rows)} rows: {', '.join(words)}; "
-    evidence += f"significant after Bonferroni: {', '.join(strong) or 'none'}"
-    return Answer("fails" if strong else "holds", evidence)
+                strong.append(f"{COLUMNS[quality].rstrip(' ↓')} with {COLUMNS[column].rstrip(' %↑↓')} {rho:+.2f}")
+    evidence = f"Spearman over {len(rows)} rows, significant after Bonferroni: {', '.join(strong) or 'none'}"
+    return Answer("fails" if strong else "holds", f"{evidence} (of {2 * len(PERCENT)})")
 
 
 def _ranking(found: Found) -> Answer:
@@ -182,14 +179,12 @@ def _dispersion(found: Found) -> Answer:
     words, greater, relative = [], [], []
     for name, d in found["diversity"].items():
         inside, outside = d["id_mean"] * d["id_dispersion"], d["ood_mean"] * d["ood_dispersion"]
-        words.append(
-            f"{name}: std {inside:.4f} nats in, {outside:.4f} out (relative {d['id_dispersion']:.2f}, "
-            f"{d['ood_dispersion']:.2f})"
-        )
+        ratios = outside / inside, d["ood_dispersion"] / d["id_dispersion"]
+        words.append(f"{name} {ratios[0]:.1f}, {ratios[1]:.1f}")
         greater.append(outside > inside)
         relative.append(d["ood_dispersion"] > d["id_dispersion"])
     verdict = "holds" if all(greater) and all(relative) else "undecided" if all(greater) else "fails"
-    return Answer(verdict, "; ".join(words) + ("" if all(relative) else "; relative to the mean it does not"))
+    return Answer(verdict, f"deviation out over in, in nats and relative to the mean: {'; '.join(words)}")
 
 
 def _weak(found: Found) -> Answer:
@@ -208,9 +203,9 @@ def _corollary(found: Found) -> Answer:
     rows = {row: entry["homogeneity"]["p_value"] for row, entry in _rows(found).items()}
     independent = {"reference": found["homogeneity"]["p_value"]} | {r: p for r, p in rows.items() if "ensemble" in r}
     single = {row: p for row, p in rows.items() if row.startswith(ONE)}
-    words = ", ".join(f"{n} p = {p:.3f}" for n, p in {**independent, **single}.items())
-    holds = all(p > _ALPHA for p in independent.values()) and all(p <= _ALPHA for p in single.values())
-    return Answer("holds" if holds else "fails", words)
+    least, largest = min(independent.values()), max(single.values())
+    words = f"p of independent networks: {least:.3f} or more; of rows with one mode: {largest:.3f} or less"
+    return Answer("holds" if least > _ALPHA >= largest else "fails", words)
 
 
 ANSWERS = {
