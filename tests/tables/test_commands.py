@@ -175,8 +175,10 @@ def test_later_files_go_over_earlier_ones_and_copies_are_commands(recipe: Path) 
 
 def test_the_printed_commands_are_what_the_table_runs(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, by_hand = recipe.parent / "out", recipe.parent / "by hand"
-    results, _, _ = run(recipe)
-    assert main(["table", str(recipe), "--print-commands", "--out", str(by_hand)]) == 0
+    more = ["line.trainer.max_epochs=4"]
+    results, calls, _ = run(recipe, overrides=more)
+    assert calls == ["fit 4", "double"]
+    assert main(["table", str(recipe), "--print-commands", "--out", str(by_hand), "--set", *more]) == 0
     for line in capsys.readouterr().out.splitlines():
         assert main(shlex.split(line)[1:]) == 0
     weight = (by_hand / "line" / "weight.txt").read_text()

@@ -47,16 +47,17 @@ def table(parser: argparse.ArgumentParser) -> Handler:
 
     def run(arguments: argparse.Namespace) -> int | None:
         from tu_symmetry.reporting.progress import Display
-        from tu_symmetry.tables.commands import TableInterrupted, load_table, run_commands, typed
+        from tu_symmetry.tables.commands import TableInterrupted, load_table, parse_overrides, run_commands, typed
         from tu_symmetry.tables.library import find_recipe
 
         display = Display()
         folder = find_recipe(arguments.folder)
         if arguments.print_commands:
             recipe = load_table(folder)
+            flags = parse_overrides(recipe, arguments.overrides)
             for command in recipe.commands:
                 words = typed(folder, command, Path(arguments.out or recipe.root), arguments.data_root)
-                print(shlex.join(["tu-symmetry", *words]))
+                print(shlex.join(["tu-symmetry", *words, *flags[command.name]]))
             return 0
         if arguments.rehearse:
             from tu_symmetry.tables.rehearsal import rehearse
