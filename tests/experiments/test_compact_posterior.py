@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 from recipe_runs import RECIPES, commands_of, run_table
 
+from tu_symmetry.datamodules import DigitsDataModule
+from tu_symmetry.experiments.compact_posterior import compare
+from tu_symmetry.experiments.compact_posterior.posteriors import Runs
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.logs import last_values, logged_curve
+from tu_symmetry.tables.models import MLP
 
 PAPER = RECIPES / "compact_posterior"
 DIGITS = PAPER / "digits"
@@ -65,6 +69,12 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
         assert {f"{run}/{rival}" for run in ("hmc", "ensemble") for rival in ("member", "noise")} <= set(found[row])
     assert [found["storage"][f"ensemble/{c}"] for c in ("sample", "q_r", "member", "noise")] == [3, 2, 1, 1]
     assert "0.8249" in text and f"{found['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
+    runs = Runs(out / "none", out / "ensemble", out / "vi")  # without the chain: the same numbers of what needs none
+    model, data = MLP(64, 10, [8]), DigitsDataModule(train_size=150, test_size=60)
+    alone = compare(out, model, data, runs, num_samples=5, repeats=2, hmc=False).results["rows"]
+    assert set(alone) == {"accuracy", "nll", "mean_accuracy", "storage"}
+    for row, values in alone.items():
+        assert values == {column: found[row][column] for column in found[row] if not column.startswith("hmc")}
     q_r = CompactPosterior.load(out / "ensemble" / "q_r.safetensors")
     assert len(q_r.metadata["transpositions"]) == 3 and q_r.metadata["transpositions"][0] == 0  # the reference
     assert len(SampleStore.open(out / "hmc" / "samples")) == 84

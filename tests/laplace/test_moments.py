@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +209,20 @@ def test_curvatures_that_are_singular_and_far_larger_than_the_prior_have_an_evid
             assert exact * (1 - 1e-3) <= value and bool((gamma > 0).all())
             if power <= low:
                 assert value == pytest.approx(exact, rel=1e-4) and float(gamma.sum()) == pytest.approx(5, abs=0.5)
+
+
+def test_what_single_precision_cannot_decompose_is_decomposed_in_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.linalg.eigh
+
+    def stubborn(matrices: Tensor) -> Any:  # as LAPACK on large matrices of low rank, now and then
+        if matrices.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")
+        return real(matrices)
+
+    rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(torch.linalg, "eigh", stubborn)
+    values, vectors = decompose(rows.mT @ rows)
+    assert values.dtype == vectors.dtype == torch.float32 and (values == 0).sum() == 3
+    torch.testing.assert_close(vectors * values @ vectors.mT, rows.mT @ rows)
+    with pytest.raises(torch.linalg.LinAlgError):
+        decompose(torch.full((2, 2), torch.nan))

@@ -236,9 +236,15 @@ def decompose(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of positive semidefinite matrices ``[..., size, size]``.
 
     Eigenvalues within rounding error of zero (8 machine epsilons times the largest) are zero: a Kronecker product
-    multiplies them by the millions, and over a small prior precision they would count as determined directions.
+    multiplies them by the millions, and over a small prior precision they would count as determined directions. Where
+    single precision does not converge (large matrices of low rank), double precision is taken.
     """
-    values, vectors = torch.linalg.eigh(matrices)
+    try:
+        values, vectors = torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:
+        if matrices.dtype == torch.float64 or not torch.isfinite(matrices).all():
+            raise
+        values, vectors = (part.to(matrices) for part in torch.linalg.eigh(matrices.double()))
     limit = 8 * torch.finfo(values.dtype).eps * values[..., -1:]
     return torch.where(values > limit, values, 0), vectors
 

@@ -77,29 +77,33 @@ def compare(
     repeats: int = 1,
     seed: int = 0,
     device: str = "auto",
+    hmc: bool = True,
 ) -> Outcome:
     """Agreement with HMC, total variation to HMC, accuracy and NLL, for every column of Table 1 and for its rivals.
 
     These are one member alone, the first, and the same with isotropic noise of q_r's rms. Figures are means over
     ``repeats`` predictives of ``num_samples`` draws each: draws from a wide q are poor networks, their predictive
-    varies from set to set, and more draws would flatter it.
+    varies from set to set, and more draws would flatter it. Without ``hmc``, what needs the chain is left out: its
+    columns, agreement and total variation.
     """
     study = PosteriorStudy(model, data, device, seed)
-    sampled = {source: study.samples(getattr(runs, source)) for source in ("hmc", "ensemble")}
+    sources = ("hmc", "ensemble") if hmc else ("ensemble",)
+    sampled = {source: study.samples(getattr(runs, source)) for source in sources}
     members = {source: unstack(states)[0] for source, states in sampled.items()}
     predictives = {f"{source}/sample": [study.predictive(states)] for source, states in sampled.items()}
     predictives |= {f"{source}/member": [study.predictive(stack_states([one]))] for source, one in members.items()}
-    posteriors = {column: study.posterior(runs.posterior(column)) for column in COLUMNS}
+    columns = [column for column in COLUMNS if hmc or not column.startswith("hmc")]
+    posteriors = {column: study.posterior(runs.posterior(column)) for column in columns}
     mean_accuracy = {column: study.accuracy_of(q.mean) for column, q in posteriors.items()}
     posteriors |= {f"{source}/noise": posteriors[f"{source}/q_r"].isotropic(one) for source, one in members.items()}
     for column, q in tracked("predicting", list(posteriors.items()), lambda job: job[0]):
         generator = study.generator(column)
         predictives[column] = [study.predictive(q.sample(num_samples, generator=generator)) for _ in range(repeats)]
-    (reference,) = predictives["hmc/sample"]
+    (reference,) = predictives[f"{sources[0]}/sample"]
     judged = {c: [predictive_scores(p, reference, study.test.y) for p in ps] for c, ps in predictives.items()}
     rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
     spread: dict[str, dict[str, float]] = {}
-    for name in judged["hmc/sample"][0]:
+    for name in judged["ensemble/sample"][0] if hmc else ("accuracy", "nll"):
         values = {column: [one[name] for one in found] for column, found in judged.items()}
         rows[name] = {column: fmean(v) for column, v in values.items()}
         spread[name] = {column: stdev(v) for column, v in values.items() if len(v) > 1}
@@ -109,6 +113,7 @@ def compare(
     gains = (
         f"{title} {rows['accuracy'][f'{source}/q_d']:.3f} → {rows['accuracy'][f'{source}/q_r']:.3f}"
         for title, source in (("HMC", "hmc"), ("ensemble", "ensemble"))
+        if source in sources
     )
     return Outcome(
         {"rows": rows, "spread": spread, "draws": [repeats, num_samples]}, f"accuracy of q_d → q_r: {', '.join(gains)}"

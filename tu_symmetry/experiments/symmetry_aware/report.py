@@ -255,9 +255,12 @@ def _reach(test: Found) -> list[list[float]] | None:
 
 
 def draw_marginals(path: Path, marginals: Found) -> None:
-    """Distributions of the first layer's weights before and after the removal of symmetries, five panels a line."""
+    """Distributions of the first layer's weights before and after the removal of symmetries, six panels a line."""
     reference, *names = marginals["sets"]
-    with plots.grid(path, -(-len(names) // 5), min(5, len(names)), 2.3, 2.1, sharex=True, sharey=True) as axes:
+    lines = -(-len(names) // 6)
+    with plots.grid(path, lines, -(-len(names) // lines), 2.1, 2.1, sharex=True, sharey=True) as axes:
+        for ax in axes.flat[len(names) :]:
+            ax.set_axis_off()
         for ax, name in zip(axes.flat, names, strict=False):
             for when, color in (("before", plots.GRAY), ("after", plots.BLUE)):
                 dotted, line = (_density(marginals["sets"][n][when], marginals["levels"]) for n in (reference, name))
@@ -289,4 +292,4 @@ def draw_largest(path: Path, found: Found) -> None:
                 label = f"{group} (p {largest['p_value']:.3f})"
                 ax.plot(share, ".", color=color, markersize=2, label=label)
             ax.set(title=name, xlabel="sample", ylabel="unit, as a share of the layer")
-            ax.legend(fontsize=6)
+            ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, markerscale=3)
