@@ -127,6 +127,24 @@ def test_bands_and_their_report(tmp_path: Path) -> None:
         for rival, variance in zip((known, residual), noise, strict=True):
             normal = torch.distributions.Normal(model(data.test.x)[:, 0], variance**0.5)
             assert rival["nll"] == pytest.approx(-float(normal.log_prob(data.test.y).mean()))
+    gaps = {name: [row["gap"] for row in same] for name, same in found["spreads"].items()}
+    one = found["factors"].index(1.0)
+    for name, spread in gaps.items():  # BatchNorm's epsilon is left out of them
+        assert spread[one] == pytest.approx(rows[name]["gap"], rel=0.01)
+    assert gaps["tangent_mode/per_group"] == pytest.approx([gaps["tangent_mode/per_group"][one]] * 5, rel=1e-3)
+    assert all(max(gaps[name]) > 1.1 * min(gaps[name]) for name in ("map/single", "tangent_mode/single"))
+    losses = {
+        name: torch.tensor(found["along"][name], dtype=torch.float64) for name in ("ratios", "network", "tangent")
+    }
+    assert (losses["network"].diff() > 0).all()  # no mode: shrinking always pays
+    squares = sum(float(p.detach().square().sum()) for n, p in model.named_parameters() if n in model.matrices[:2])
+    gain = squares / 2 * (losses["ratios"][-1] ** 2 - losses["ratios"][0] ** 2)
+    torch.testing.assert_close(losses["network"][-1] - losses["network"][0], gain)
+    k, h = losses["ratios"][[0, 20, 40]], losses["tangent"][[0, 20, 40]]
+    a, b, c = torch.linalg.solve(torch.stack([k**2, k, torch.ones(3, dtype=torch.float64)], 1), h)
+    torch.testing.assert_close(a * losses["ratios"] ** 2 + b * losses["ratios"] + c, losses["tangent"])
+    assert a > 0 > b  # a parabola with its minimum at a positive factor
+    assert (tmp_path / "report" / "scale.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
+from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
+from torch.func import functional_call, jvp
 from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
@@ -25,13 +28,16 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.posterior.network import derived_seed
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.symmetry.action import apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.logs import last_weights
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
 REACH = 2.2  # the grid spans [-2.2, 2.2]
 POINTS = 241
+SCALED = ("map/single", "tangent_mode/single", "tangent_mode/per_group")  # what is asked of rescaled networks
 ALONE, RESIDUAL = "network itself, known noise", "network itself, residual variance"
 
 
@@ -108,11 +114,16 @@ def compute_bands(
     precisions: Sequence[float],
     choices: Sequence[str],
     curvature: Literal["full", "kfac"] = "kfac",
+    factors: Sequence[float] = (),
 ) -> Outcome:
     """Mean and epistemic standard deviation on a grid, test NLL, precisions: for each choice of precisions.
 
     Those are single ones set by hand, and the evidence's ``choices``. Every band is kept in the ``parts`` of ``out`` at
     once. The network is that of the last checkpoint in a folder; the likelihood knows the noise of the data.
+
+    The ``choices`` in :data:`SCALED` are made once more for networks whose normalized weights are multiplied by each of
+    the ``factors`` (Proposition 3), with normalizations that add no epsilon, and the losses of the network and of its
+    tangent model are followed along such a factor.
     """
     jobs: dict[str, float | Choice] = {f"{value:g}": value for value in precisions}
     jobs |= {choice.key: choice for choice in parse_all(choices)}
@@ -145,6 +156,19 @@ def compute_bands(
         return _measured(la, data, grid) | {"converged": True}
 
     rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
+    plain = deepcopy(model)
+
+    def scaled(name: str, factor: float) -> dict[str, Any]:
+        _multiply(model, graph, state, factor)
+        found = band(jobs[name])
+        return {key: found[key] for key in ("gap", "inside", "nll", "converged")}
+
+    again = [(name, factor) for name in SCALED if name in jobs for factor in factors]
+    spreads: dict[str, list[Found]] = {name: [] for name, _ in again}
+    for name, factor in tracked("factors", again, lambda job: f"{job[0]} times {job[1]:g}"):
+        spreads[name].append(parts.take(f"{name} times {factor:g}", scaled, name, factor))
+    along = _losses_along(model, graph, state, data, 1.0) if factors else {}
+    model = plain
     with torch.no_grad():
         error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
         residual = data.test.y - model(data.test.x)[:, 0]
@@ -153,9 +177,40 @@ def compute_bands(
     best = min(rows, key=lambda name: rows[name]["nll"])
     return Outcome(
         {"weights": weights, "train_rmse": error, "noise": data.noise, "grid": grid, "rows": rows, "rivals": rivals}
-        | {"train_x": data.train.x[:, 0], "train_y": data.train.y},
+        | {"train_x": data.train.x[:, 0], "train_y": data.train.y}
+        | {"factors": list(factors), "spreads": spreads, "along": along},
         f"{weights} weights, training RMSE {error:.3g}; lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)",
     )
+
+
+def _multiply(model: nn.Module, graph: SymmetryGraph, state: dict[str, Tensor], factor: float) -> None:
+    """Give the model its weights, the normalized ones multiplied, with running statistics that move along."""
+    log = {g.name: torch.full((g.size,), math.log(factor), dtype=torch.float64) for g in graph.normalizations}
+    model.load_state_dict(apply_scale(graph, log, state))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eps = 0.0
+
+
+@torch.no_grad()
+def _losses_along(
+    model: BatchNormMLP, graph: SymmetryGraph, state: dict[str, Tensor], data: CurveDataModule, precision: float
+) -> dict[str, list[float]]:
+    """Loss (nats, but for constants) at ``theta' + k theta''`` of the network and of its tangent model at ``k = 1``."""
+    x, y, ratios = data.train.x, data.train.y, np.geomspace(0.02, 2.0, 41).tolist()
+    normalized = {m.parameter for g in graph.normalizations for m in g.members if not m.buffer}
+    weights = {name: state[name] for name in model.matrices}
+    direction = {name: w if name in normalized else torch.zeros_like(w) for name, w in weights.items()}
+    _multiply(model, graph, state, 1.0)
+    outputs, slope, *_ = jvp(lambda own: functional_call(model, {**state, **own}, (x,)), (weights,), (direction,))
+    found: dict[str, list[float]] = {"ratios": ratios, "network": [], "tangent": []}
+    for k in ratios:
+        squares = sum(float(((k if n in normalized else 1.0) * w).square().sum()) for n, w in weights.items())
+        _multiply(model, graph, state, k)
+        for name, predicted in (("network", model(x)), ("tangent", outputs + (k - 1) * slope)):
+            misfit = float((predicted[:, 0] - y).square().sum()) / (2 * data.noise**2)
+            found[name].append(misfit + precision * squares / 2)
+    return found
 
 
 def _judged(residual: Tensor, variance: Tensor | float) -> dict[str, Any]:
@@ -186,6 +241,15 @@ def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
     page, found = Report(out, recipe), Outcome.load(bands).results
     page.add(bands_table(found["rivals"] | found["rows"], page.table.title), heading=False)
     page.figure("bands", draw_bands, found)
+    if found["factors"]:
+        columns = {
+            f"k = {k:g}": lambda row, n=n: f"{row[n]['gap']:.4g}{marks([row[n]])}"
+            for n, k in enumerate(found["factors"])
+        }
+        rows = {band_title(name): row for name, row in found["spreads"].items()}
+        caption = "spread in the gap of networks whose normalized weights are multiplied by k, which compute the same"
+        page.add(table("The scale of the linearization point", rows, columns, caption))
+        page.figure("scale", draw_scale, found, title="Loss and spread along the scale of normalized weights")
     return page.done()
 
 
@@ -220,6 +284,26 @@ def bands_table(rows: Found, title: str) -> Grid:
         f"{OPEN}: the evidence had not converged, so that the number is no result."
     )
     return table(title, {band_title(name): row for name, row in rows.items()}, columns, caption)
+
+
+def draw_scale(path: Path, found: Found) -> None:
+    """Losses along the factor of normalized weights, and the spread in the gap of networks multiplied by it."""
+    with plots.figure(path, 2, width=4.2) as (losses, spreads):
+        for name, color in (("network", plots.GRAY), ("tangent", plots.BLUE)):
+            label = {"network": r"network, $L_f$", "tangent": r"tangent model, $L_h$"}[name]
+            losses.plot(found["along"]["ratios"], found["along"][name], color=color, label=label)
+        losses.set(xlabel="factor $k$ of normalized weights", ylabel="loss (nats)", yscale="log", xscale="log")
+        for (name, rows), color in zip(found["spreads"].items(), plots.COLORS, strict=False):
+            gaps = [row["gap"] for row in rows]
+            spreads.plot(found["factors"], gaps, color=color, marker="o", label=in_latex(band_title(name)))
+        spreads.set(
+            xlabel="factor $k$ of the linearization point", ylabel="spread in the gap", xscale="log", yscale="log"
+        )
+        spreads.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        spreads.yaxis.set_major_formatter("{x:g}")
+        spreads.yaxis.set_minor_formatter("")
+        for ax in (losses, spreads):
+            ax.legend()
 
 
 def draw_bands(path: Path, found: Found) -> None:
