@@ -111,7 +111,13 @@ def test_report_has_table_figures_and_orderings(run, tmp_path):
     out = report(tmp_path, str(RECIPES / "demo"), [root / "dip"], [root / "linearized"], [root / "masks"])
     text = (tmp_path / "report.md").read_text()
     assert all(row in text for row in ROWS) and "not at hand" in text
-    assert {p.stem for p in tmp_path.glob("*.png")} == {"images", "samples", "calibration", "evidence"}
+    assert {p.stem for p in tmp_path.glob("*.png")} == {
+        "images",
+        "samples",
+        "calibration",
+        "evidence",
+        "hyperparameters",
+    }
     assert len(out.results["orderings"]) >= 10 and all(line in text for line in out.results["orderings"])
     # the background is where the truth of the same image is 0, whatever order the problems have
     saved = Reconstructions.load(root / "dip")

@@ -102,7 +102,10 @@ def test_lbfgs_is_no_worse_than_adam():
     found.phi = adam.phi = found.initial()
     best = found.optimize_evidence()
     assert best.converged and best.objective <= adam.optimize_evidence(optimizer="adam").objective + 1e-3
-    assert len(best.history) < 200
+    assert len(best.history) == len(best.points) < 200
+    for k in (0, best.history.index(min(best.history))):
+        assert found.value_and_gradient(best.points[k])[0] == pytest.approx(best.history[k])
+    assert torch.equal(best.points[0], adam.initial()) and torch.equal(best.points[k], best.phi)
     limits = torch.tensor(found.bounds(), dtype=torch.float64)
     inside = ((best.phi - limits[:, 0]) > 1e-6) & ((limits[:, 1] - best.phi) > 1e-6)
     assert float(found.value_and_gradient(best.phi)[1][inside].abs().max()) < 1e-3

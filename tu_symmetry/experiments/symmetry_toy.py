@@ -176,11 +176,10 @@ def remove(
         scales.append((norms[0] / norms[1]).log()[made["scaled"]["output.weight"][0].argsort()])
     stacked = {name: stack_states(states) for name, states in forms.items()}
     generator = torch.Generator("cpu").manual_seed(0)
-    for name, drawn in (("own", torch.arange(kept)), ("mixture", torch.randperm(kept, generator=generator))):
-        factors = [scales[k] for k in drawn.tolist()]
-        stacked[name] = stack_states(
-            [moved(graph, s, f, generator) for s, f in zip(forms["both"], factors, strict=True)]
-        )
+    shuffled = torch.randperm(kept, generator=generator, device="cpu").tolist()
+    for name, drawn in (("own", range(kept)), ("mixture", shuffled)):
+        pairs = zip(forms["both"], (scales[k] for k in drawn), strict=True)
+        stacked[name] = stack_states([moved(graph, state, factor, generator) for state, factor in pairs])
     out.mkdir(parents=True, exist_ok=True)
     write_safetensors(out / FORMS, {f"{name}/{k}": t for name, states in stacked.items() for k, t in states.items()})
     tests = mixture_tests(*(stacked.pop(name) for name in ("own", "mixture")), raw=stacked["raw"], generator=generator)
@@ -246,10 +245,10 @@ def mixture_tests(
 ) -> dict[str, dict[str, float]]:
     """Squared MMD to 1,000 raw networks (fewer where there are fewer), and its p-value by relabeling.
 
-    All three sets are made of networks that the first one does not hold, so that under the proposition, and always for
-    ``raw``, both sets are independent draws of one distribution.
+    All three sets are made of networks that the first one does not hold (but where there are three or two), so that
+    under the proposition, and always for ``raw``, both sets are independent draws of one distribution.
     """
-    half = min(1000, len(raw["output.weight"]) // 2)
+    half = max(2, min(1000, len(raw["output.weight"]) // 2))
     vectors = {
         n: torch.cat([t.flatten(1) for t in s.values()], 1) for n, s in zip(MIXTURES, (raw, own, mixture), strict=True)
     }

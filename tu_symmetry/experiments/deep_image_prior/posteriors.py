@@ -227,7 +227,9 @@ def linearized_posterior(
             rows.fitted(row, index, result.history, la.hyperparameters)
             samples, prior = (la.function_samples(_SHOWN, prior=prior)[:, 0] for prior in (False, True))
             rows.keep(row, index, samples=samples, prior=prior)
-    further = {"hyperparameters": rows.hyperparameters, "true_noise_variance": true_noise}
+            if index == 0:
+                rows.keep(row, index, points=result.points)
+    further = {"hyperparameters": rows.hyperparameters, "names": la.names, "true_noise_variance": true_noise}
     return rows.saved(out, "by the evidence", histories=rows.histories, **further)
 
 

@@ -55,12 +55,14 @@ def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list
     first, arrays = problems[0], read_tensors(linearized[0] / ARRAYS)
     arrays |= read_tensors(dropout[0] / ARRAYS) if dropout else {}
     errors = "truth, filtered back-projection, reconstruction, error and standard deviation of each row"
+    paths = "hyperparameters at every evaluation of the evidence, for the first image and geometry"
     covered = "normalized errors with the standard normal, and coverage of central intervals"
     for name, draw, drawn, text in (
         ("images", images_figure, (first, arrays), errors),
         ("samples", samples_figure, (arrays,), "prior samples, and posterior samples, of each row"),
         ("calibration", calibration_figure, (entries,), covered),
         ("evidence", evidence_figure, (found[0]["histories"],), "objective along its optimization (nats)"),
+        ("hyperparameters", hyperparameters_figure, (arrays, found[0]["names"]), paths),
     ):
         page.figure(name, draw, *drawn, alt=text, after=f"{text[0].upper()}{text[1:]}.")
     return page.done({"orderings": answers})
@@ -282,6 +284,21 @@ def calibration_figure(path: Path, entries: Entries) -> None:
         left.set_ylabel("pixels with larger errors (%)")
         right.set(title="Coverage", xlabel="level of the interval (%)", ylabel="pixels inside the interval (%)")
         left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+
+
+def hyperparameters_figure(path: Path, arrays: Mapping[str, Tensor], names: Sequence[str]) -> None:
+    """Every hyperparameter at every evaluation of the evidence for the first problem, one line for each row."""
+    rows = {row: arrays[key].exp() for row in ROWS if (key := f"0.{ROWS.index(row)}.points") in arrays}
+    kinds = list(dict.fromkeys(name.rpartition("log_")[2] for name in names))
+    with plots.grid(path, len(rows), len(kinds), 3.4, 2.4) as axes:
+        for line, (row, points) in zip(axes, rows.items(), strict=True):
+            for ax, kind in zip(line, kinds, strict=True):
+                for name, values in zip(names, points.T, strict=True):
+                    if name.rpartition("log_")[2] == kind:
+                        ax.plot(range(1, len(values) + 1), values, label=name.rpartition(".log_")[0] or None)
+                ax.set(title=kind.replace("_", " "), xlabel="evaluation", yscale="log")
+            line[0].set_ylabel(_short(row))
+        axes[0, 0].figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
 
 
 def evidence_figure(path: Path, histories: Mapping[str, Mapping[str, Sequence[float]]]) -> None:

@@ -185,7 +185,9 @@ def compute_bands(
 
 def _multiply(model: nn.Module, graph: SymmetryGraph, state: dict[str, Tensor], factor: float) -> None:
     """Give the model its weights, the normalized ones multiplied, with running statistics that move along."""
-    log = {g.name: torch.full((g.size,), math.log(factor), dtype=torch.float64) for g in graph.normalizations}
+    log = {
+        g.name: torch.full((g.size,), math.log(factor), dtype=torch.float64, device="cpu") for g in graph.normalizations
+    }
     model.load_state_dict(apply_scale(graph, log, state))
     for module in model.modules():
         if isinstance(module, nn.BatchNorm1d):

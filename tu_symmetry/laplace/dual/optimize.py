@@ -29,6 +29,7 @@ class DualResult:
     phi: Tensor  # the best hyperparameters seen
     objective: float  # negative log evidence there, less the hyperprior's log density (nats)
     history: list[float] = field(repr=False)  # the objective at every evaluation
+    points: Tensor = field(repr=False)  # the hyperparameters there, ``[evaluations, hyperparameters]``
     converged: bool  # L-BFGS-B stopped by itself, or the last 10 % of Adam's steps gained under 1e-3 nats
 
 
@@ -50,14 +51,16 @@ def optimize(
     limits = torch.tensor(bounds, dtype=torch.float64, device="cpu")
     start = phi.detach().double().clamp(limits[:, 0], limits[:, 1])
     history: list[float] = []
+    points: list[Tensor] = []
     best: tuple[float, Tensor] = (math.inf, start)
 
     def evaluate(point: Tensor) -> tuple[float, Tensor]:
         nonlocal best
         value, gradient = objective(point)
         history.append(value)
+        points.append(point.detach().clone())
         if value < best[0]:
-            best = (value, point.detach().clone())
+            best = (value, points[-1])
         return value, gradient
 
     def function(values: np.ndarray) -> tuple[float, np.ndarray]:
@@ -108,4 +111,4 @@ def optimize(
             BoundReachedWarning,
             stacklevel=3,
         )
-    return DualResult(best[1], best[0], history, converged)
+    return DualResult(best[1], best[0], history, torch.stack(points), converged)
