@@ -186,6 +186,18 @@ def test_the_printed_commands_are_what_the_table_runs(recipe: Path, capsys: pyte
     assert Outcome.load(by_hand / "double").results == {k: v for k, v in results["double"].items() if k != "tables"}
 
 
+def test_the_papers_numbers_may_stand_in_another_table(recipe: Path) -> None:
+    file, content = recipe / "table.yaml", (recipe / "table.yaml").read_text()
+    other = recipe.parent / "other"
+    other.mkdir()
+    (other / "table.yaml").write_text(content + "paper: {accuracy: {a: 0.5}}\n")
+    file.write_text(content + "paper: ../other/table.yaml\n")
+    assert load_table(recipe).paper == {"accuracy": {"a": 0.5}}
+    file.write_text(content + "paper: ../none.yaml\n")
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        load_table(recipe)
+
+
 def test_a_folder_in_use_and_one_that_the_table_has_not_made_are_left_alone(recipe: Path) -> None:
     foreign = recipe.parent / "out" / "line"
     foreign.mkdir(parents=True)

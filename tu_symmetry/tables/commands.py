@@ -73,7 +73,7 @@ class CommandTable:
         bases: subcommand to the YAML files that come before each of its commands' own.
         source: the paper's table or figure that this one reproduces.
         note: what was reduced against the paper, and why.
-        paper: the paper's numbers, row to column to value.
+        paper: the paper's numbers, row to column to value; in the file also the ``table.yaml`` that has them.
         claims: what the paper says of them, name to sentence; the report answers each.
         rehearsal: for :func:`~tu_symmetry.tables.rehearsal.rehearse`, by command (copies share one): ``set``, flags
             that make it short; ``times``, how often the work and the files of what is left are in the whole;
@@ -99,6 +99,8 @@ def load_table(folder: str | Path) -> CommandTable:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(CommandTable)
     given = {key: value for key, value in read_mapping(path).items() if value is not None}
+    if isinstance(given.get("paper"), str):
+        given["paper"] = read_mapping(path.parent / given["paper"]).get("paper", {})
     try:
         table = CommandTable(**vars(parser.instantiate(parser.parse_object(given))))
     except ArgumentError as error:

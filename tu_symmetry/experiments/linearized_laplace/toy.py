@@ -37,7 +37,7 @@ from tu_symmetry.tables.report import Found, Report, table
 
 REACH = 2.2  # the grid spans [-2.2, 2.2]
 POINTS = 241
-SCALED = ("map/single", "tangent_mode/single", "tangent_mode/per_group")  # what is asked of rescaled networks
+SCALED = ("map/single", "map/per_group", "tangent_mode/single", "tangent_mode/per_group")  # for rescaled networks too
 ALONE, RESIDUAL = "network itself, known noise", "network itself, residual variance"
 
 
@@ -136,10 +136,10 @@ def compute_bands(
     digest = digest_tensors(*own, data.train.x, data.train.y, data.test.x, data.test.y)
     parts = Parts(out / "parts", [digest, data.noise, curvature, POINTS, REACH])
 
-    def band(job: float | Choice) -> dict[str, Any]:
+    def band(job: float | Choice, network: BatchNormMLP = model) -> dict[str, Any]:
         choice = job if isinstance(job, Choice) else Choice("map", "single")
         la = LinearizedLaplace(
-            model,
+            network,
             "regression",
             graph=graph,
             evaluate_at="map" if choice.where == "map" else "tangent_mode",
@@ -156,19 +156,16 @@ def compute_bands(
         return _measured(la, data, grid) | {"converged": True}
 
     rows = {name: parts.take(name, band, jobs[name]) for name in tracked("bands", list(jobs), str)}
-    plain = deepcopy(model)
 
     def scaled(name: str, factor: float) -> dict[str, Any]:
-        _multiply(model, graph, state, factor)
-        found = band(jobs[name])
+        found = band(jobs[name], _multiplied(model, graph, factor))
         return {key: found[key] for key in ("gap", "inside", "nll", "converged")}
 
     again = [(name, factor) for name in SCALED if name in jobs for factor in factors]
     spreads: dict[str, list[Found]] = {name: [] for name, _ in again}
     for name, factor in tracked("factors", again, lambda job: f"{job[0]} times {job[1]:g}"):
         spreads[name].append(parts.take(f"{name} times {factor:g}", scaled, name, factor))
-    along = _losses_along(model, graph, state, data, 1.0) if factors else {}
-    model = plain
+    along = _losses_along(model, graph, data) if factors else {}
     with torch.no_grad():
         error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
         residual = data.test.y - model(data.test.x)[:, 0]
@@ -183,35 +180,38 @@ def compute_bands(
     )
 
 
-def _multiply(model: nn.Module, graph: SymmetryGraph, state: dict[str, Tensor], factor: float) -> None:
-    """Give the model its weights, the normalized ones multiplied, with running statistics that move along."""
+def _multiplied(model: BatchNormMLP, graph: SymmetryGraph, factor: float) -> BatchNormMLP:
+    """A copy whose normalized weights are multiplied, running statistics moved along, with no epsilons."""
     log = {
         g.name: torch.full((g.size,), math.log(factor), dtype=torch.float64, device="cpu") for g in graph.normalizations
     }
-    model.load_state_dict(apply_scale(graph, log, state))
-    for module in model.modules():
+    copied = deepcopy(model)
+    copied.load_state_dict(apply_scale(graph, log, model.state_dict()))
+    for module in copied.modules():
         if isinstance(module, nn.BatchNorm1d):
             module.eps = 0.0
+    return copied
 
 
 @torch.no_grad()
-def _losses_along(
-    model: BatchNormMLP, graph: SymmetryGraph, state: dict[str, Tensor], data: CurveDataModule, precision: float
-) -> dict[str, list[float]]:
-    """Loss (nats, but for constants) at ``theta' + k theta''`` of the network and of its tangent model at ``k = 1``."""
+def _losses_along(model: BatchNormMLP, graph: SymmetryGraph, data: CurveDataModule) -> dict[str, list[float]]:
+    """Loss at ``theta' + k theta''`` of the network and of its tangent model at ``k = 1``.
+
+    In nats, but for constants, with a prior precision of 1.
+    """
     x, y, ratios = data.train.x, data.train.y, np.geomspace(0.02, 2.0, 41).tolist()
+    plain = _multiplied(model, graph, 1.0)
     normalized = {m.parameter for g in graph.normalizations for m in g.members if not m.buffer}
-    weights = {name: state[name] for name in model.matrices}
+    weights = {name: p for name, p in plain.state_dict().items() if name in model.matrices}
     direction = {name: w if name in normalized else torch.zeros_like(w) for name, w in weights.items()}
-    _multiply(model, graph, state, 1.0)
-    outputs, slope, *_ = jvp(lambda own: functional_call(model, {**state, **own}, (x,)), (weights,), (direction,))
+    outputs, slope, *_ = jvp(lambda own: functional_call(plain, own, (x,)), (weights,), (direction,))
     found: dict[str, list[float]] = {"ratios": ratios, "network": [], "tangent": []}
     for k in ratios:
         squares = sum(float(((k if n in normalized else 1.0) * w).square().sum()) for n, w in weights.items())
-        _multiply(model, graph, state, k)
-        for name, predicted in (("network", model(x)), ("tangent", outputs + (k - 1) * slope)):
+        predictions = {"network": _multiplied(model, graph, k)(x), "tangent": outputs + (k - 1) * slope}
+        for name, predicted in predictions.items():
             misfit = float((predicted[:, 0] - y).square().sum()) / (2 * data.noise**2)
-            found[name].append(misfit + precision * squares / 2)
+            found[name].append(misfit + squares / 2)
     return found
 
 
@@ -305,7 +305,7 @@ def draw_scale(path: Path, found: Found) -> None:
         spreads.yaxis.set_major_formatter("{x:g}")
         spreads.yaxis.set_minor_formatter("")
         for ax in (losses, spreads):
-            ax.legend()
+            ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
 def draw_bands(path: Path, found: Found) -> None:
