@@ -41,12 +41,14 @@ from .states import load_state as load_state
 from .states import mean_state as mean_state
 from .symmetry.action import apply_permutation as apply_permutation
 from .symmetry.action import apply_scale as apply_scale
+from .symmetry.action import apply_signs as apply_signs
 from .symmetry.certificate import certify as certify
 from .symmetry.discovery import discover_symmetries as discover_symmetries
 from .symmetry.elements import compose as compose
 from .symmetry.elements import invert as invert
 from .symmetry.elements import random_permutation as random_permutation
 from .symmetry.elements import random_scale as random_scale
+from .symmetry.elements import random_signs as random_signs
 from .symmetry.elements import transposition_count as transposition_count
 from .symmetry.graph import SymmetryGraph as SymmetryGraph
 from .symmetry.in_place import move_optimizer_state as move_optimizer_state

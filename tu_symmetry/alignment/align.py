@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
-from tu_symmetry.alignment.consensus import Match, Reference, find_target
+from tu_symmetry.alignment.consensus import Descend, Match, Reference, find_target
 from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
+from tu_symmetry.alignment.signed import signed_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import as_given, mean_state, read_state, unstack
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.action import signed_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
-from tu_symmetry.symmetry.elements import Permutation, transposition_count
+from tu_symmetry.symmetry.elements import Permutation, Signs, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 MatchOn = Literal["weights", "activations"]
+Over = Literal["permutations", "signs"]
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | nn.Module] | nn.Module")
 
 
@@ -38,6 +40,8 @@ class Alignment(Brief, Generic[States]):
         distances_after: the same after the permutation.
         reference: index of the network that stayed as it is, or None (a mean, a universe, a given state).
         iterations: passes over the networks.
+        signs: for each network, the units that turned after the permutation; empty dictionaries where only permutations
+            were asked for.
         certificates: for each network, by how much its outputs on the graph's example inputs changed, beside what
             rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
@@ -52,6 +56,12 @@ class Alignment(Brief, Generic[States]):
     iterations: int = 1
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
+    signs: list[Signs] = field(default_factory=list)
+
+    @property
+    def sign_changes(self) -> list[int]:
+        """Number of units that turned in each network."""
+        return [sum(int((s < 0).sum()) for s in signs.values()) for signs in self.signs]
 
 
 @leaves_randomness
@@ -60,6 +70,7 @@ def align(
     states: States,
     *,
     reference: Reference | Mapping[str, Tensor] | nn.Module = "first",
+    over: Sequence[Over] = ("permutations",),
     match_on: MatchOn = "weights",
     solver: Solver = "frank_wolfe",
     similarity: Similarity = "product",
@@ -82,6 +93,8 @@ def align(
             distances to the others after matching, among at most 16 of them. ``mean``: each network to the mean of
             those aligned before it. ``universe``: from the running mean, each network against the mean of all others
             until nothing moves, which maximizes the sum of all pairs' objectives. Or a state dict.
+        over: which symmetries move networks: ``("permutations",)``, or ``("permutations", "signs")`` to turn the signs
+            of units too (:func:`~tu_symmetry.signed_matching`), by weights.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
         solver: how weights are matched, see :func:`~tu_symmetry.weight_matching`.
@@ -106,15 +119,23 @@ def align(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
             "other as reference=state"
         )
+    if not {"permutations"} <= set(over) <= set(get_args(Over)):
+        raise ValueError(f"over={over!r}: pass ('permutations',) or ('permutations', 'signs')")
     match = _matcher(graph, reference, match_on, solver, similarity, model, dataloader)
+    descend: Descend | None = None
+    if "signs" in over:
+        if match_on != "weights":
+            raise ValueError("over= signs matches by weights; leave match_on as it is")
+        match = partial(signed_matching, graph, solver=solver)
+        descend = lambda target, member, init: signed_matching(graph, target, member, init=init)  # noqa: E731
     graph.require_verified()
     for k, member in enumerate(members):
         graph.check_state(member, name=f"states[{k}]")
-    target = find_target(graph, members, cast("Reference | Mapping[str, Tensor]", reference), match)
+    target = find_target(graph, members, cast("Reference | Mapping[str, Tensor]", reference), match, descend=descend)
     if given:
         graph.check_state(target.state, name="reference")
-    permutations = [target.permutation(k, member) for k, member in enumerate(members)]
-    aligned = [permute_tensors(graph, p, m) for p, m in zip(permutations, members, strict=True)]
+    elements = [target.element(k, member) for k, member in enumerate(members)]
+    aligned = [signed_tensors(graph, e, m) for e, m in zip(elements, members, strict=True)]
     anchor = mean_state(aligned) if reference in ("mean", "universe") else target.state
     certificates, uncertified = certified(
         measured(graph, members[k], aligned[k], f"align: states[{k}]", wanted=certify, rounded=False)
@@ -125,14 +146,15 @@ def align(
         result = as_given(states, {name: torch.stack([a[name] for a in aligned]) for name in states})
     return Alignment(
         states=result,
-        permutations=permutations,
-        transpositions=[transposition_count(p) for p in permutations],
+        permutations=[e.permutation for e in elements],
+        transpositions=[transposition_count(e.permutation) for e in elements],
         distances_before=[weight_distance(graph, anchor, m) for m in members],
         distances_after=[weight_distance(graph, anchor, a) for a in aligned],
         reference=target.index,
         iterations=1 + target.sweeps,
         certificates=certificates,
         uncertified=uncertified,
+        signs=[e.signs for e in elements],
     )
 
 

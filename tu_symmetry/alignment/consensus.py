@@ -16,12 +16,13 @@ from torch import Tensor
 
 from tu_symmetry.alignment.matching import Matching, inner_product, weight_matching
 from tu_symmetry.states import State, as_given
-from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert
+from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
+from tu_symmetry.symmetry.elements import SignedPermutation, identity_element
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
 Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
+Descend = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], SignedPermutation], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
 _MOST_SWEEPS = 20  # of a universe
 _CANDIDATES = 16  # that are compared for a medoid
@@ -29,7 +30,7 @@ _CANDIDATES = 16  # that are compared for a medoid
 
 @dataclass(frozen=True)
 class Target:
-    """What networks are aligned to: a state, how they are matched to it, and the permutations that are known already.
+    """What networks are aligned to: a state, how they are matched to it, and the elements that are known already.
 
     Attributes:
         index: its number, if it is one of the networks.
@@ -38,14 +39,14 @@ class Target:
 
     state: Mapping[str, Tensor]
     match: Match
-    known: Mapping[int, Permutation] = field(default_factory=dict)
+    known: Mapping[int, SignedPermutation] = field(default_factory=dict)
     index: int | None = None
     sweeps: int = 0
     converged: bool = True
 
-    def permutation(self, k: int, state: Mapping[str, Tensor]) -> Permutation:
-        """The permutation of the network ``k``."""
-        return self.known[k] if k in self.known else self.match(self.state, state).permutation
+    def element(self, k: int, state: Mapping[str, Tensor]) -> SignedPermutation:
+        """The permutation of the network ``k``, and its signs where these were matched."""
+        return self.known[k] if k in self.known else self.match(self.state, state).element
 
 
 def find_target(
@@ -54,17 +55,26 @@ def find_target(
     reference: Reference | Mapping[str, Tensor],
     match: Match | None = None,
     *,
+    descend: Descend | None = None,
     progress: Progress = lambda at: None,
 ) -> Target:
-    """Find what networks are aligned to, by their weights if nothing else is said; they are read two at a time."""
+    """Find what networks are aligned to, by their weights if nothing else is said; they are read two at a time.
+
+    ``match`` and ``descend`` match a network to a state, the latter from an element that is given.
+    """
     match = match or partial(weight_matching, graph)
+
+    def by_permutations(target: Mapping[str, Tensor], state: Mapping[str, Tensor], init: SignedPermutation) -> Matching:
+        return weight_matching(graph, target, state, solver="descent", look_again=False, init=init.permutation)
+
     if not isinstance(reference, str):
         return Target(reference, match)
     if reference == "first":
-        return Target(networks[0], match, {0: identity_permutation(graph)}, 0)
+        return Target(networks[0], match, {0: identity_element(graph)}, 0)
     if reference == "medoid":
         return _medoid(graph, networks, match, progress)
-    return _consensus(graph, networks, match, _MOST_SWEEPS if reference == "universe" else 0, progress)
+    sweeps = _MOST_SWEEPS if reference == "universe" else 0
+    return _consensus(graph, networks, match, descend or by_permutations, sweeps, progress)
 
 
 def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
@@ -88,12 +98,17 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
                 progress({"step": "comparing pairs", "done": len(found), "total": total})
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
-    known = {best: identity_permutation(graph), **{j: m.permutation for (i, j), m in found.items() if i == best}}
+    known = {best: identity_element(graph), **{j: m.element for (i, j), m in found.items() if i == best}}
     return Target(networks[best], match, known, best)
 
 
 def _consensus(
-    graph: SymmetryGraph, networks: Sequence[State], match: Match, max_sweeps: int, progress: Progress
+    graph: SymmetryGraph,
+    networks: Sequence[State],
+    match: Match,
+    descend: Descend,
+    max_sweeps: int,
+    progress: Progress,
 ) -> Target:
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
@@ -105,7 +120,7 @@ def _consensus(
     like: State = {}
     total: dict[str, Tensor] = {}  # of floating-point tensors, in float64
     unmoved: dict[str, Tensor] = {}  # the same of the networks as they are
-    held: list[Permutation] = []
+    held: list[SignedPermutation] = []
     sweep, moved = 0, True
 
     def mean_of_others(state: State, own: Mapping[str, Tensor], others: int) -> State:
@@ -127,37 +142,37 @@ def _consensus(
     def improve(k: int) -> bool:
         """One step of a sweep; whether it has moved the network."""
         state = networks[k]
-        own = permute_tensors(graph, held[k], state)
+        own = signed_tensors(graph, held[k], state)
         others = mean_of_others(state, own, count - 1)
-        now = weight_matching(graph, others, state, solver="descent", look_again=False, init=held[k]).permutation
-        if all(torch.equal(p, held[k][name]) for name, p in now.items()):
+        now = descend(others, state, held[k]).element
+        if all(torch.equal(a[name], b[name]) for a, b in zip(now, held[k], strict=True) for name in a):
             return False
         held[k] = now
-        enter(total, permute_tensors(graph, now, state), own)
+        enter(total, signed_tensors(graph, now, state), own)
         return True
 
     for k in range(count):
         state = read(graph, networks, k)
         like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
         others = mean_of_others(state, {}, k) if k else {}
-        held.append(match(others, state).permutation if k else identity_permutation(graph))
-        enter(total, permute_tensors(graph, held[k], state), {})
+        held.append(match(others, state).element if k else identity_element(graph))
+        enter(total, signed_tensors(graph, held[k], state), {})
         enter(unmoved, state, {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
     if inner_product(graph, unmoved, unmoved) > (1 + 1e-9) * inner_product(graph, total, total):
-        total, held = unmoved, [identity_permutation(graph)] * count
+        total, held = unmoved, [identity_element(graph)] * count
     while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
         for k in range(count):
             moved |= improve(k)
             progress({"step": f"aligning to all others, sweep {sweep}", "done": k + 1, "total": count})
-    back = invert(held[0])
-    mean = permute_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
+    back = invert_signed(graph, held[0])
+    mean = signed_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
     return Target(
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         match,
-        {k: compose(back, permutation) for k, permutation in enumerate(held)},
+        {k: compose_signed(graph, back, element) for k, element in enumerate(held)},
         sweeps=sweep,
         converged=sweep == 0 or not moved,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -23,7 +23,13 @@ from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors
-from tu_symmetry.symmetry.elements import Permutation, check_permutation, identity_permutation
+from tu_symmetry.symmetry.elements import (
+    Permutation,
+    SignedPermutation,
+    Signs,
+    check_permutation,
+    identity_permutation,
+)
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.transfer import numbers
 
@@ -45,6 +51,7 @@ class Matching(Brief):
         distance_before: L2 distance between the two networks' parameters as given.
         distance_after: the same after the permutation.
         by_weights: in activation matching, groups that the data did not show, and that their weights decided.
+        signs: which units turn their signs after the permutation; empty where only permutations were asked for.
     """
 
     permutation: Permutation
@@ -54,6 +61,12 @@ class Matching(Brief):
     distance_before: float
     distance_after: float
     by_weights: tuple[str, ...] = ()
+    signs: Signs = field(default_factory=dict)
+
+    @property
+    def element(self) -> SignedPermutation:
+        """The permutation and the signs."""
+        return SignedPermutation(self.permutation, self.signs)
 
 
 def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:

@@ -277,7 +277,7 @@ def _align(
     for k in range(len(networks)):
         state = read(graph, networks, k)
         if f"permutation/{k}" not in kept:
-            kept[f"permutation/{k}"] = target.permutation(k, state)
+            kept[f"permutation/{k}"] = target.element(k, state).permutation
         permutations.append(kept[f"permutation/{k}"])
         if reference != "first" or k:
             moved = permute_tensors(graph, permutations[k], state)

@@ -189,7 +189,7 @@ def _align(
     """Write the permuted network, whose outputs are compared, and the permutation."""
     state = load_checkpoint(graph, file.path, header["prefix"])
     is_reference = file.sha256 == header["reference_sha256"]
-    permutation = identity_permutation(graph) if is_reference else target.permutation(k, state)
+    permutation = identity_permutation(graph) if is_reference else target.element(k, state).permutation
     moved = permute_tensors(graph, permutation, state)
     certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=False)
     figures = {

@@ -6,7 +6,7 @@ Functions take a state dict (or a stack of states with leading sample axes) and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.states import SymmetryError, as_given
-from tu_symmetry.symmetry.elements import LogScale, block_origin, check_elements, check_permutation, parent_of
+from tu_symmetry.symmetry.elements import (
+    LogScale,
+    SignedPermutation,
+    Signs,
+    block_origin,
+    check_elements,
+    check_permutation,
+    compose,
+    invert,
+    parent_of,
+)
 from tu_symmetry.symmetry.groups import PermutationMember
 from tu_symmetry.transfer import moved as on_device
 from tu_symmetry.transfer import numbers
@@ -189,6 +199,112 @@ def scale_tensors(
         scaled[name] = scaled[name].clone()
         _multiply_(scaled[name], logs)
     return scaled
+
+
+def apply_signs(graph: SymmetryGraph, signs: Signs, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Turn the signs of weights that belong to hidden units, which leaves the function unchanged, to the last bit.
+
+    Law: signs undo themselves.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        signs: group name to ``[size]`` of 1 and -1, for sign groups; others stay.
+        state: state dict, or a stack of states with leading sample axes; every sample is turned alike.
+
+    Raises:
+        SymmetryError: what does not belong to the graph, and signs that are neither 1 nor -1.
+    """
+    graph.require_verified()
+    graph.check_state(state, finite=False)
+    return sign_tensors(graph, signs, state)
+
+
+def sign_tensors(graph: SymmetryGraph, signs: Signs, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`apply_signs`, for any subset of the tensors; gradients and momenta turn as weights do."""
+    turned = as_given(tensors, tensors)
+    for name, factor in sign_factors(graph, signs, tensors):
+        turned[name] = turned[name] * factor.to(turned[name])
+    return turned
+
+
+def sign_tensors_(graph: SymmetryGraph, signs: Signs, tensors: Mapping[str, Tensor]) -> None:
+    """As :func:`sign_tensors`, in place; names that hold the same tensor object are turned once."""
+    for name, factor in {id(tensors[name]): (name, f) for name, f in sign_factors(graph, signs, tensors)}.values():
+        tensors[name].mul_(factor.to(tensors[name]))
+
+
+def sign_factors(graph: SymmetryGraph, signs: Signs, tensors: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    """The names of tensors of which entries turn, and for each a tensor of 1 and -1 that broadcasts against it."""
+    flat = _flat_signs(graph, signs)
+    for parameter, terms in graph.sign_terms.items():
+        factors = [flat[term.index] for term in terms]
+        if any(bool((f < 0).any()) for f in factors):
+            factor = math.prod(factors[1:], start=factors[0])
+            yield from ((name, factor) for name in graph.aliases[parameter] if name in tensors)
+
+
+def _flat_signs(graph: SymmetryGraph, signs: Signs) -> Tensor:
+    """The signs of all groups one after the other, and a 1 that answers for the index -1."""
+    check_elements(signs, "signs")
+    known = {g.name for g in graph.signs}
+    for name in sorted(signs.keys() - known):
+        raise graph.unknown_group(name, known)
+    parts = []
+    for group in graph.signs:
+        value = signs.get(group.name, torch.ones(group.size, dtype=torch.int64, device="cpu"))
+        if tuple(value.shape) != (group.size,) or not bool((value.abs() == 1).all()):
+            raise SymmetryError(
+                f"signs[{group.name!r}] of shape {tuple(value.shape)} must be ({group.size},) numbers, each 1 or -1"
+            )
+        parts.append(value.detach().to("cpu", torch.int64))
+    return torch.cat([*parts, torch.ones(1, dtype=torch.int64, device="cpu")])
+
+
+def apply_signed(graph: SymmetryGraph, element: SignedPermutation, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`apply_permutation` and then :func:`apply_signs`."""
+    return apply_signs(graph, element.signs, apply_permutation(graph, element.permutation, state))
+
+
+def signed_tensors(
+    graph: SymmetryGraph, element: SignedPermutation, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """As :func:`apply_signed`, for any subset of the tensors."""
+    moved = permute_tensors(graph, element.permutation, tensors)
+    return sign_tensors(graph, element.signs, moved) if element.signs else moved
+
+
+def permuted_signs(graph: SymmetryGraph, permutation: Mapping[str, Tensor], signs: Signs) -> Signs:
+    """The signs that do after a permutation what the given ones do before it."""
+    flat = _flat_signs(graph, signs)
+    moved = flat.clone()
+    steps = _steps(graph, permutation, {}, read=False)
+    for parameter, terms in graph.sign_terms.items():
+        for term in terms:
+            index = term.index
+            for member, p, ndim in steps.get(parameter, ()):
+                if index.shape[member.axis] > 1:
+                    if member.within_axis is not None:
+                        wide = list(index.shape)
+                        wide[member.within_axis] = graph.shapes[parameter][member.within_axis]
+                        index = index.expand(wide)
+                    index = permute_axis(index, member, p, ndim)
+            here = term.index.expand(index.shape)
+            moved[here[here >= 0]] = flat[index[here >= 0]]
+    parts = moved[:-1].split([g.size for g in graph.signs])
+    return {g.name: part.clone() for g, part in zip(graph.signs, parts, strict=True)}
+
+
+def compose_signed(graph: SymmetryGraph, p: SignedPermutation, q: SignedPermutation) -> SignedPermutation:
+    """The element that acts as ``q`` first and as ``p`` then."""
+    signs = permuted_signs(graph, p.permutation, q.signs) if q.signs else {}
+    signs |= {name: own * signs[name] if name in signs else own for name, own in p.signs.items()}
+    return SignedPermutation(compose(p.permutation, q.permutation), signs)
+
+
+def invert_signed(graph: SymmetryGraph, p: SignedPermutation) -> SignedPermutation:
+    """The inverse element; composed with ``p``, in either order, it leaves everything as it is."""
+    back = invert(p.permutation)
+    return SignedPermutation(back, permuted_signs(graph, back, p.signs) if p.signs else {})
 
 
 def scale_tensors_(graph: SymmetryGraph, log_scale: LogScale, tensors: Mapping[str, Tensor]) -> None:

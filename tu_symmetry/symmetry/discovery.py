@@ -14,13 +14,13 @@ from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import Pin, ScaleGroup
+from tu_symmetry.symmetry.groups import Pin, ScaleGroup, SignGroup
 from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import is_continuous
-from tu_symmetry.symmetry.scale_groups import scale_groups
+from tu_symmetry.symmetry.scale_groups import scale_groups, sign_groups
 from tu_symmetry.symmetry.sizes import left_out, with_defaults
 from tu_symmetry.symmetry.source import asks_for_mode, asks_for_sizes, never_named
 from tu_symmetry.symmetry.tracing import Trace, tied_names, trace, with_other_sizes
@@ -112,27 +112,33 @@ def discover_symmetries(
         "probe": probe.trained(trained_on),
     }
 
-    def read(nestings: Nestings) -> tuple[SymmetryGraph, Ledger]:
-        ledger = interpret(followed, nestings)
+    def walk(nestings: Nestings, *, signs: bool = False) -> Ledger:
+        ledger = interpret(followed, nestings, signs=signs)
         for name in unreached:
             pin_what_could_meet(ledger, name, shapes[name])
+        return ledger
+
+    def read(nestings: Nestings) -> tuple[SymmetryGraph, Ledger]:
+        ledger = walk(nestings)
         permutations, pinned = permutation_groups(ledger, list(aliases))
         scales, normalizations, terms = scale_groups(ledger, list(aliases), shapes, buffers)
         groups, pins, unknown = (tuple(permutations), scales, normalizations), (*pinned, *idle), tuple(ledger.unknown)
         return SymmetryGraph(*groups, pinned=pins, scale_terms=terms, unknown_operators=unknown, **facts), ledger
 
-    graph, ledger = _best(read)
+    graph, ledger, nestings = _best(read)
+    signs, sign_terms = sign_groups(walk(nestings, signs=True), list(aliases), shapes, buffers)
+    graph = replace(graph, signs=signs, sign_terms=sign_terms)
     return graph._without(
         {
             group: "rescales what the example inputs do not read"
-            for group in (*graph.scales, *graph.normalizations)
+            for group in (*graph.scales, *graph.normalizations, *graph.signs)
             if {m.parameter for m in group.members if not m.buffer} <= ledger.partly
             or any(_could_meet(group, shapes, shapes[name]) for name in unreached)
         }
     )
 
 
-def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[SymmetryGraph, Ledger]:
+def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[SymmetryGraph, Ledger, Nestings]:
     """The reading that finds most, over nestings that are guessed and, where that was regretted, others."""
 
     def size(graph: SymmetryGraph) -> tuple[float, int]:
@@ -141,15 +147,14 @@ def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[Sym
     nestings = Nestings()
     graph, ledger = read(nestings)
     while (others := nestings.reconsidered(ledger)) != nestings:
-        nestings = others
-        other = read(nestings)
+        other = read(others)
         if size(other[0]) <= size(graph):
             break
-        graph, ledger = other
-    return graph, ledger
+        nestings, (graph, ledger) = others, other
+    return graph, ledger, nestings
 
 
-def _could_meet(group: ScaleGroup, shapes: dict[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+def _could_meet(group: ScaleGroup | SignGroup, shapes: dict[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Whether a tensor of some shape could meet what a group rescales; a number could be added to anything."""
     lengths = set[int]()
     for member in group.members:

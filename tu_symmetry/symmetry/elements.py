@@ -1,4 +1,4 @@
-"""Group elements: drawing, composing, inverting and counting permutations and scales.
+"""Group elements: drawing, composing, inverting and counting permutations; drawing scales and signs.
 
 A permutation is a ``dict`` from group name to a LongTensor ``[*blocks, size]``; it acts by indexing,
 ``new[j] = old[p[j]]``. In a nested group ``parent/own`` the unit ``j`` of the block ``b`` comes from the unit
@@ -8,7 +8,7 @@ A permutation is a ``dict`` from group name to a LongTensor ``[*blocks, size]``;
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,24 @@ if TYPE_CHECKING:
 
 Permutation = dict[str, Tensor]
 LogScale = dict[str, Tensor]
+Signs = dict[str, Tensor]
+
+
+class SignedPermutation(NamedTuple):
+    """A permutation and signs, of which the permutation acts first."""
+
+    permutation: Permutation
+    signs: Signs
 
 
 def identity_permutation(graph: SymmetryGraph) -> Permutation:
     """The identity permutation: name to ``arange(size)``, repeated for each block."""
     return {g.name: torch.arange(g.size, device="cpu").expand(g.shape).clone() for g in graph.permutations}
+
+
+def identity_element(graph: SymmetryGraph) -> SignedPermutation:
+    """The identity permutation, and no signs."""
+    return SignedPermutation(identity_permutation(graph), {})
 
 
 def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
@@ -44,6 +57,14 @@ def random_scale(graph: SymmetryGraph, *, generator: torch.Generator | None = No
     return {
         g.name: std * torch.randn(g.size, generator=source, dtype=torch.float64, device=source.device).cpu()
         for g in (*graph.scales, *graph.normalizations)
+    }
+
+
+def random_signs(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Signs:
+    """Independent signs for every sign group, 1 or -1 with equal chance; name to int64 ``[size]`` on the CPU."""
+    source = own_generator(generator)
+    return {
+        g.name: 2 * torch.randint(2, (g.size,), generator=source, device=source.device).cpu() - 1 for g in graph.signs
     }
 
 

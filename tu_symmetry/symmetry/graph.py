@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from tu_symmetry.symmetry.groups import (
     Pin,
     ScaleGroup,
     ScaleTerm,
+    SignGroup,
     some,
 )
 from tu_symmetry.symmetry.report import describe, summary
@@ -47,6 +48,8 @@ class SymmetryGraph(Brief):
         buffers: names that are buffers, not parameters.
         unknown_operators: operators without a rule that were met (everything they touch is pinned).
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
+        signs: units whose entries may all change their sign.
+        sign_terms: for each tensor, the signs of all sign groups that multiply it, as ``scale_terms`` tells factors.
         branch: None, or the line where ``forward`` branches on values: the groups hold for inputs that go the same way.
         constants: buffers whose values the network reads: the symmetries are those of a network with these values.
         kinds: for each tensor ``"real"``, ``"complex"``, ``"integer"`` or ``"boolean"``; empty where it is not known.
@@ -68,6 +71,8 @@ class SymmetryGraph(Brief):
     pinned: tuple[Pin, ...] = ()
     unknown_operators: tuple[str, ...] = ()
     scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
+    signs: tuple[SignGroup, ...] = ()
+    sign_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
     architecture: str = ""
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -97,8 +102,8 @@ class SymmetryGraph(Brief):
         raise KeyError(str(self.unknown_group(name, (g.name for g in self.groups()))))
 
     def groups(self) -> Iterator[Group]:
-        """All groups: permutations, then scales, then normalizations."""
-        return iter((*self.permutations, *self.scales, *self.normalizations))
+        """All groups: permutations, then scales, then normalizations, then signs."""
+        return iter((*self.permutations, *self.scales, *self.normalizations, *self.signs))
 
     def children(self, name: str) -> tuple[PermutationGroup, ...]:
         """The permutation groups nested directly in the group ``name``."""
@@ -127,13 +132,6 @@ class SymmetryGraph(Brief):
             for g in gone.values()
             for m in g.members
         ]
-        stays = [g not in reasons for g in (*self.scales, *self.normalizations) for _ in range(g.size)]
-        kept = torch.tensor([*stays, False], device="cpu")  # the last entry answers for the index -1
-        renumbered = torch.where(kept, kept.cumsum(0) - 1, -1)
-        terms = {
-            name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
-            for name, held in self.scale_terms.items()
-        }
         return replace(
             self,
             permutations=tuple(
@@ -141,7 +139,9 @@ class SymmetryGraph(Brief):
             ),
             scales=tuple(g for g in self.scales if g not in reasons),
             normalizations=tuple(g for g in self.normalizations if g not in reasons),
-            scale_terms={name: held for name, held in terms.items() if held},
+            scale_terms=_terms_without(self.scale_terms, (*self.scales, *self.normalizations), reasons),
+            signs=tuple(g for g in self.signs if g not in reasons),
+            sign_terms=_terms_without(self.sign_terms, self.signs, reasons),
             pinned=(*self.pinned, *dict.fromkeys(pins)),
             by_hand=self.by_hand - gone.keys(),
         )
@@ -261,8 +261,22 @@ class SymmetryGraph(Brief):
 
     def facts(self) -> list[tuple[str, str]]:
         """What the graph holds, in a line for each kind of group."""
-        wanted = ("state", "permutations", "scales", "normalizations", "failed")
+        wanted = ("state", "permutations", "scales", "normalizations", "signs", "failed")
         return [("of", self.architecture or "a network"), *(fact for fact in summary(self) if fact[0] in wanted)]
 
     def __str__(self) -> str:
         return describe(self)
+
+
+def _terms_without(
+    terms: Mapping[str, tuple[ScaleTerm, ...]], groups: Iterable[ScaleGroup | SignGroup], gone: Container[Group]
+) -> dict[str, tuple[ScaleTerm, ...]]:
+    """The terms of all tensors in the factors of the groups that stay."""
+    stays = [g not in gone for g in groups for _ in range(g.size)]
+    kept = torch.tensor([*stays, False], device="cpu")  # the last entry answers for the index -1
+    renumbered = torch.where(kept, kept.cumsum(0) - 1, -1)
+    left = {
+        name: tuple(replace(t, index=renumbered[t.index]) for t in held if (renumbered[t.index] >= 0).any())
+        for name, held in terms.items()
+    }
+    return {name: held for name, held in left.items() if held}

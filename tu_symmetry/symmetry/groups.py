@@ -113,7 +113,22 @@ class NormalizationGroup(ScaleGroup):
         return tuple(dict.fromkeys(m.parameter for m in self.members if not m.buffer))
 
 
-Group = PermutationGroup | ScaleGroup
+@dataclass(frozen=True, eq=False)
+class SignGroup:
+    """``size`` independent signs that can be moved between the producers and the consumers of units.
+
+    What its members hold is multiplied by a sign, 1 or -1, for each unit: of networks of odd functions (tanh), and of
+    what a normalization by a mean of squares reads. Exponents of members are 1, and the symmetry is exact.
+    """
+
+    kind: ClassVar[str] = "sign"
+    name: str
+    size: int
+    members: tuple[ScaleMember, ...] = field(repr=False)
+    exact: bool = True
+
+
+Group = PermutationGroup | ScaleGroup | SignGroup
 
 
 class Pin(NamedTuple):

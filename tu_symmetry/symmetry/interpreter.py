@@ -20,11 +20,10 @@ from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, amon
 from tu_symmetry.symmetry.extraction.classes import joined
 from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
 from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
-from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
-from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, unknown
+from tu_symmetry.symmetry.rules import POSITIONS, TRAITS, Call, apply_rule, unknown
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.sizes import FOLLOWS, NOTHING, Following
 from tu_symmetry.symmetry.tracing import Parameter, Trace
@@ -59,9 +58,12 @@ class Nestings:
         return Nestings(self.turned | {step for step, blocks in steps if among(blocks, met).any()}, nested)
 
 
-def interpret(traces: Sequence[Trace], nestings: Nestings) -> Ledger:
-    """Run the rules over traced passes, which make their demands on the same units, those of the parameters."""
-    ledger = Ledger(turned=nestings.turned, nested=nestings.nested)
+def interpret(traces: Sequence[Trace], nestings: Nestings, *, signs: bool = False) -> Ledger:
+    """Run the rules over traced passes, which make their demands on the same units, those of the parameters.
+
+    With ``signs``, the factors that they follow are 1 and -1.
+    """
+    ledger = Ledger(signs, turned=nestings.turned, nested=nestings.nested)
     readings: dict[int, list[Reading]] = {}
     for traced in traces:
         reading = Reading()
@@ -239,7 +241,7 @@ class _Interpreter:
             ways = [self._inner(held[k], held[3]) for k in (1, 2)]
             for a, b, shape in zip(*ways, shapes_of(node), strict=True):
                 chosen = {"condition": self._value(held[0]), "self": a, "other": b}
-                found += _listed(RULES["aten.where"](Call(self.ledger, "aten.where", chosen, [shape])))
+                found += _listed(apply_rule(Call(self.ledger, "aten.where", chosen, [shape])))
             return found
         arguments = [self._value(h) for h in tree_leaves([self.env[a] for a in node.all_input_nodes])]
         values = [v for v in arguments if isinstance(v, Value)]
@@ -478,7 +480,7 @@ def _listed(result: Value | Sequence[Value]) -> list[Value]:
 def _apply(call: Call) -> list[Value]:
     """What its rule says of an operator; nothing, if it breaks down on a form of the operator that it does not know."""
     try:
-        values = _listed(RULES.get(call.operator, unknown)(call))
+        values = _listed(apply_rule(call))
         for value, shape in zip(values, call.outputs, strict=True):
             if value.shape != shape:
                 raise ValueError(f"a value of shape {value.shape} for an output of shape {shape}")

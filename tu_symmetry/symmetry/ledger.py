@@ -59,8 +59,12 @@ class Seen(NamedTuple):
 
 @dataclass(eq=False)
 class Ledger:
-    """The demands on units and scales, and the counters that number them."""
+    """The demands on units and scales, and the counters that number them.
 
+    Where it follows ``signs``, log-scales are exponents of -1, which count modulo 2.
+    """
+
+    signs: bool = False
     units: int = 0
     variables: int = 1
     places: int = 1 << 32  # the next code of a fixed position that is like no other
@@ -398,6 +402,10 @@ class Ledger:
         """Demand that the log-scale of a tensor be zero; returns it without one."""
         self.pin_scale(value.scale)
         return replace(value, scale=())
+
+    def keeps(self, number: float) -> bool:
+        """Whether a number is the same whatever the factors of its entries are."""
+        return number == 0 or (math.isinf(number) and not self.signs)
 
     def approximate(self, value: Value) -> None:
         """Record that an epsilon is added to what the log-scale of a tensor multiplies."""

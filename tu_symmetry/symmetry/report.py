@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
 
 WIDTH = 120
-TITLES = {"permutations": "Permutation groups", "scales": "Scale groups", "normalizations": "Normalization groups"}
+TITLES = {
+    "permutations": "Permutation groups",
+    "scales": "Scale groups",
+    "normalizations": "Normalization groups",
+    "signs": "Sign groups",
+}
 _LEGEND = (
     "Below, weight[0] is axis 0 of a weight, ^-1 the exponent of a factor (1 if none stands), {0-2} the equal "
     "groups of repeated layers, and a leading dot the path of such a layer."
@@ -23,7 +28,7 @@ _LEGEND = (
 
 
 def describe(graph: SymmetryGraph) -> str:
-    """The graph as text of at most 120 columns: :func:`summary`, then the tables of the three kinds of group."""
+    """The graph as text of at most 120 columns: :func:`summary`, then a table for each kind of group."""
     lines = [f"Symmetries of {graph.architecture or 'a network'}"]
     facts = summary(graph)
     label = max(len(name) for name, _ in facts)
@@ -61,6 +66,7 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
         f"{units} units: 10^{graph.log10_permutations:.1f} equivalent weight vectors",
         "scales": f"{_count(len(graph.scales), 'group')}, {_dimensions(graph.scales)}",
         "normalizations": f"{_count(len(graph.normalizations), 'group')}, {_dimensions(graph.normalizations)}",
+        "signs": f"{_count(len(graph.signs), 'group')}, {_count(sum(g.size for g in graph.signs), 'sign')}",
         "pinned": pinned or "nothing",
         "failed": "; ".join(f"{name}: {reason}" for name, reason in graph.failed.items()),
         "no rule for": ", ".join(graph.unknown_operators) or "none: every operator that was met has one",

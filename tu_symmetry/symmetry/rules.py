@@ -10,17 +10,21 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
+from torch.utils._pytree import tree_map_only
+
 from tu_symmetry.symmetry.algebra import Value, pinned_value
 from tu_symmetry.symmetry.ledger import Ledger
 
 Rule = Callable[["Call"], "Value | Sequence[Value]"]
 R = TypeVar("R", bound=Rule)
+Parity = Literal["pin", "follow", "odd", "even", "positive"]  # see `register_rule`
 RULES: dict[str, Rule] = {}
 SMALL = 1e-3  # a number below this that is added to a statistic is taken for a normalization's epsilon
 GUARD = 1e-5  # and one below this to which a norm is clamped; if it is below INACTIVE, no factor in practice meets it
 INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
 TRAITS: dict[str, frozenset[str]] = {}
+PARITIES: dict[str, Parity | Callable[[Call], Parity]] = {}  # what becomes of a change of sign
 # What is said of an operator beside its rule; what is not said is not relied on.
 TRAIT_NAMES = {
     "moves": "the entries of its one tensor stand at other places, some at several or at none (views, slices, expand)",
@@ -40,7 +44,10 @@ TRAIT_NAMES = {
 
 
 def register_rule(
-    *operators: str, positions: Literal["pin", "keep", "read"] = "pin", traits: Collection[str] = ()
+    *operators: str,
+    positions: Literal["pin", "keep", "read"] = "pin",
+    traits: Collection[str] = (),
+    signs: Parity | Callable[[Call], Parity] | None = None,
 ) -> Callable[[R], R]:
     """Register a rule for one or more operators.
 
@@ -51,6 +58,11 @@ def register_rule(
             default the units are pinned; ``"keep"`` is for operators that only move or copy the entries of their one
             tensor; a rule with ``"read"`` looks at ``Value.points``.
         traits: what else is known of the operators, see ``TRAIT_NAMES``; what is not said is not relied on.
+        signs: what becomes of factors -1 of entries. ``"follow"``: what the rule says of positive factors holds for
+            them too, as it does of linear operators; ``"odd"``: f(-x) = -f(x), entry by entry; ``"even"``: f(-x) = f(x);
+            ``"positive"``: the demands of ``"follow"``, and a result that never changes its sign (a deviation). By
+            default no entry that the operator reads may change its sign, unless it ``"moves"`` or ``"spreads"``: then
+            they follow. A function tells it for each call.
 
     Raises:
         ValueError: for a trait that does not exist.
@@ -67,6 +79,7 @@ def register_rule(
         for operator in " ".join(operators).split():
             name = operator if "." in operator else f"aten.{operator}"
             RULES[name], POSITIONS[name], TRAITS[name] = rule, positions, frozenset(traits)
+            PARITIES[name] = signs or ("follow" if {"moves", "spreads"} & set(traits) else "pin")
         return rule
 
     return add
@@ -123,6 +136,27 @@ class Call:
         """Pin an argument, if it is a tensor."""
         if isinstance(value := self.arguments.get(name), Value):
             self.ledger.pin(value, reason)
+
+
+def apply_rule(call: Call) -> Value | Sequence[Value]:
+    """What the operator's rule says; where the ledger follows signs, with what it says of them."""
+    rule = RULES.get(call.operator, unknown)
+    if not call.ledger.signs:
+        return rule(call)
+    parity = PARITIES.get(call.operator, "pin")
+    parity = parity if isinstance(parity, str) else parity(call)
+    if parity == "follow":
+        return rule(call)
+    if parity == "positive":
+        return tree_map_only(Value, lambda v: replace(v, scale=()), rule(call))
+    given = call.tensors
+    if parity == "pin":
+        for value in given:
+            call.ledger.pin_scale(value.scale)
+    keep = {} if parity == "pin" else {"parameter": None}  # what a rule sets of a parameter holds for its signs as well
+    bare = tree_map_only(Value, lambda v: replace(v, scale=(), **keep), call.arguments)
+    found = rule(replace(call, arguments=bare))
+    return tree_map_only(Value, lambda v: replace(v, scale=given[0].scale), found) if parity == "odd" else found
 
 
 def unknown(call: Call) -> Any:

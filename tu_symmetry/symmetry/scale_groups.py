@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from tu_symmetry.symmetry.algebra import ZERO, Array, among, distinct, distinct_rows, varies
-from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm, unique
+from tu_symmetry.symmetry.groups import NormalizationGroup, ScaleGroup, ScaleMember, ScaleTerm, SignGroup, unique
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.scale_solver import ScaleSystem, Terms, tidy
 
@@ -44,8 +44,56 @@ def scale_groups(
             one_way = all(c < 0 for c in exponents) or all(c > 0 for c in exponents)
             (normalizations if one_way else scales).append(family._replace(flipped=max(exponents) < 0))
     terms_of = _numbered(expanded, [*scales, *normalizations], system.count)
-    groups = list(_groups([*scales, *normalizations], terms_of, len(scales), buffers))
+    kinds = [ScaleGroup] * len(scales) + [NormalizationGroup] * len(normalizations)
+    groups = list(_groups([*scales, *normalizations], terms_of, kinds, buffers))
     return tuple(groups[: len(scales)]), tuple(groups[len(scales) :]), terms_of  # type: ignore[arg-type]
+
+
+def sign_groups(
+    ledger: Ledger, order: list[str], shapes: Mapping[str, tuple[int, ...]], buffers: frozenset[str]
+) -> tuple[tuple[SignGroup, ...], dict[str, tuple[ScaleTerm, ...]]]:
+    """Sign groups of a ledger that follows signs, and the signs that multiply every tensor."""
+    system = ScaleSystem(ledger)
+    held = [name for name in order if name in ledger.parameters]
+    expanded = {name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in held}
+    families = [
+        family
+        for family in _families(_alike(expanded), {}, np.empty(0, np.int64))
+        if any(name not in buffers for name, _, _ in family.parts)
+    ]
+    families = _independent(expanded, families, system.count)
+    terms_of = _numbered(expanded, families, system.count)
+    return tuple(_groups(families, terms_of, [SignGroup] * len(families), buffers)), terms_of  # type: ignore[arg-type]
+
+
+def _independent(expanded: Expanded, families: Sequence[_Family], count: int) -> list[_Family]:
+    """The families without single signs that do what all signs of some other families do together."""
+    family_of = np.full(count, -1, dtype=np.int64)
+    for k, family in enumerate(families):
+        family_of[family.variables] = k
+    vectors = [0] * len(families)  # what all signs of a family turn, as bits: for each tensor a constant and the rest
+    position = 0
+    for terms in expanded.values():
+        constant, position = position, position + 1
+        for axes in dict.fromkeys(varies(v) for _, v in terms):
+            owners = [family_of[v].reshape(-1) for _, v in terms if varies(v) == axes]
+            for k in distinct(np.concatenate(owners)).tolist():
+                if k >= 0:
+                    turned = np.bitwise_xor.reduce([own == k for own in owners])
+                    rest = int.from_bytes(np.packbits(turned ^ turned[0]).tobytes(), "big")
+                    vectors[k] ^= (int(turned[0]) << constant) | (rest << position)
+            position += len(owners[0]) + 8
+    basis: dict[int, int] = {}
+    gone = set()
+    for k in sorted(range(len(families)), key=lambda k: len(families[k].variables) == 1):
+        vector = vectors[k]
+        while vector and vector.bit_length() in basis:
+            vector ^= basis[vector.bit_length()]
+        if vector:
+            basis[vector.bit_length()] = vector
+        elif len(families[k].variables) == 1:
+            gone.add(k)
+    return [family for k, family in enumerate(families) if k not in gone]
 
 
 class _Family(NamedTuple):
@@ -234,9 +282,12 @@ def _numbered(expanded: Expanded, families: Sequence[_Family], count: int) -> di
 
 
 def _groups(
-    families: Sequence[_Family], terms_of: Mapping[str, tuple[ScaleTerm, ...]], scales: int, buffers: frozenset[str]
-) -> Iterator[ScaleGroup]:
-    """A group for each family, the first ``scales`` of them scale groups, the others normalization groups."""
+    families: Sequence[_Family],
+    terms_of: Mapping[str, tuple[ScaleTerm, ...]],
+    kinds: Sequence[type[ScaleGroup] | type[SignGroup]],
+    buffers: frozenset[str],
+) -> Iterator[ScaleGroup | SignGroup]:
+    """A group for each family."""
     starts = np.cumsum([0, *(len(family.variables) for family in families)])
     touched: dict[int, list[tuple[str, ScaleTerm]]] = defaultdict(list)
     for name, scale_terms in terms_of.items():
@@ -253,5 +304,4 @@ def _groups(
         first = next((m for m in members if m.exponent > 0 and not m.buffer), members[0])
         name = unique(first.parameter.rpartition(".")[0] or first.parameter, taken)
         taken.add(name)
-        kind = ScaleGroup if k < scales else NormalizationGroup
-        yield kind(name, len(family.variables), tuple(members), family.exact)
+        yield kinds[k](name, len(family.variables), tuple(members), family.exact)

@@ -6,6 +6,7 @@ longer sum (a gate times a value) by eliminating a variable. What cannot be sett
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -23,10 +24,14 @@ Expression = list[tuple[float, int]]  # coefficients and variables
 
 
 class ScaleSystem:
-    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors."""
+    """Solves the constraints of a ledger; afterwards every variable is a combination of free factors.
+
+    Coefficients of a ledger that follows signs count modulo 2.
+    """
 
     def __init__(self, ledger: Ledger) -> None:
         self.count = ledger.variables
+        self.signs = ledger.signs
         self.root: Array = np.arange(self.count)
         self.sign: Floats = np.ones(self.count)
         self._ties: list[tuple[Array, Array, NDArray[np.bool_]]] = []  # variables that are equal, or each other's minus
@@ -89,7 +94,7 @@ class ScaleSystem:
                     weights[i][like] += weights[j][like]
                     weights[j][like] = 0.0
             weights[np.abs(weights) < 1e-9] = 0.0
-            reduced.append((roots, weights))
+            reduced.append((roots, weights % 2 if self.signs else weights))
         return reduced
 
     def _solve(self, constraints: Sequence[tuple[Term, ...]]) -> None:
@@ -116,7 +121,8 @@ class ScaleSystem:
                 pair = np.take_along_axis(roots[:, two], order, 0)
                 weight = np.take_along_axis(weights[:, two], order, 0)
                 equal = np.abs(weight[0]) == np.abs(weight[1])
-                self._ties.append((pair[0][equal], pair[1][equal], (weight[0] == -weight[1])[equal]))
+                alike = (weight[0] == -weight[1]) | self.signs
+                self._ties.append((pair[0][equal], pair[1][equal], alike[equal]))
                 self._zero += [pair[0][~equal], pair[1][~equal]]
             acted |= bool(one.any() or two.any())
             solved &= not (nonzero > 2).any()
@@ -140,7 +146,7 @@ class ScaleSystem:
             if pivots:
                 pivot = min(pivots, key=lambda v: (int(members[v]), -v))
                 weight = current.pop(pivot)
-                self._define(pivot, [(-w / weight, v) for v, w in current.items()])
+                self._define(pivot, self._collect([(-w / weight, v) for v, w in current.items()]))
             else:
                 for v in current:
                     self._define(v, [])
@@ -152,13 +158,13 @@ class ScaleSystem:
                 terms += [(weight * c, v) for c, v in self.derived[variable]]
             elif variable != ZERO:
                 terms.append((weight, variable))
-        return {v: c for c, v in _collect(terms)}
+        return {v: c for c, v in self._collect(terms)}
 
     def _define(self, variable: int, expression: Expression) -> None:
         """Replace a variable by an expression in free ones, in every expression that uses it."""
         for known in self._users.pop(variable, ()):
             terms = self.derived[known]
-            self.derived[known] = _collect(
+            self.derived[known] = self._collect(
                 [(c, v) for c, v in terms if v != variable]
                 + [(c * w, u) for c, v in terms if v == variable for w, u in expression]
             )
@@ -168,8 +174,13 @@ class ScaleSystem:
         for _, u in expression:
             self._users[u].add(variable)
 
+    def _collect(self, terms: Expression) -> Expression:
+        return _collect([(c % 2 if self.signs else c, v) for c, v in _collect(terms)])
+
     def expand(self, scale: tuple[Term, ...], ndim: int) -> Terms:
         """A log-scale in free variables only: terms (coefficient, roots; ZERO where there is none)."""
+        if self.signs:
+            scale = tuple((1.0, v) for c, v in scale if c % 2)
         result: Terms = []
         for coefficient, variable in scale:
             roots = np.where(self.sign[variable] == 0, ZERO, self.root[variable])
@@ -182,7 +193,18 @@ class ScaleSystem:
                     total = np.where(is_derived, factor * weight, 0.0)
                     for value in distinct(total[total != 0]).tolist():
                         result.append((value, np.where(total == value, part, ZERO)))
-        return tidy([(c, v.reshape((1,) * (ndim - v.ndim) + v.shape)) for c, v in result])
+        laid = [(c, v.reshape((1,) * (ndim - v.ndim) + v.shape)) for c, v in result]
+        return [(c, v) for c, v in tidy(_cancelled(laid)) if c % 2] if self.signs else tidy(laid)
+
+
+def _cancelled(terms: Terms) -> Terms:
+    """Terms of signs, of which the same one at the same place twice is none."""
+    arrays = [v for _, v in terms]
+    for i, j in itertools.combinations(range(len(arrays)), 2):
+        if arrays[i].shape == arrays[j].shape:
+            twice = arrays[i] == arrays[j]
+            arrays[i], arrays[j] = (np.where(twice, ZERO, arrays[k]) for k in (i, j))
+    return [(1.0, v) for v in arrays if (v != ZERO).any()]
 
 
 def _packed(root: Array, sign: Floats) -> Array:

@@ -17,8 +17,15 @@ from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
-from tu_symmetry.symmetry.action import permute_tensors, permute_tensors_, scale_tensors, scale_tensors_
-from tu_symmetry.symmetry.groups import Group, PermutationGroup, some
+from tu_symmetry.symmetry.action import (
+    permute_tensors,
+    permute_tensors_,
+    scale_tensors,
+    scale_tensors_,
+    sign_tensors,
+    sign_tensors_,
+)
+from tu_symmetry.symmetry.groups import Group, PermutationGroup, ScaleGroup, SignGroup, some
 from tu_symmetry.symmetry.running.comparison import Certificate, Reference, says_nothing
 from tu_symmetry.symmetry.running.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import perturb_
@@ -26,7 +33,7 @@ from tu_symmetry.symmetry.running.weights import perturb_
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Element = dict[Group, Tensor]  # permutations and log-scales (a permutation and a scale group may have the same name)
+Element = dict[Group, Tensor]  # permutations, log-scales and signs (groups of different kinds may have the same name)
 Plan = tuple[dict[Group, Tensor], bool]  # which blocks of which groups move, as masks; whether by one cycle each
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
 FEW = 8  # units of a block; two blocks of so many move alike by chance in one of 5,040 passes at most
@@ -157,6 +164,10 @@ def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> El
             if not cycles:
                 cycle = torch.where((order == still).all(-1, keepdim=True), cycle, order)
             element[group] = torch.where(moving.unsqueeze(-1), cycle, still)
+        elif isinstance(group, SignGroup):
+            turned = torch.randint(2, (group.size,), generator=generator, device="cpu")
+            turned[torch.randint(group.size, (), generator=generator, device="cpu")] = 1
+            element[group] = 1 - 2 * turned
         else:
             size = 0.1 + 0.4 * torch.rand(group.size, generator=generator, dtype=torch.float64, device="cpu")
             sign = torch.randint(2, (group.size,), generator=generator, device="cpu") * 2 - 1
@@ -164,10 +175,12 @@ def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> El
     return element
 
 
-def _split(element: Element) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The permutations and the log-scales of an element, by name."""
-    permutation = {g.name: e for g, e in element.items() if isinstance(g, PermutationGroup)}
-    return permutation, {g.name: e for g, e in element.items() if not isinstance(g, PermutationGroup)}
+def _split(element: Element) -> list[dict[str, Tensor]]:
+    """The permutations, the log-scales and the signs of an element, by name."""
+    return [
+        {g.name: e for g, e in element.items() if isinstance(g, kind)}
+        for kind in (PermutationGroup, ScaleGroup, SignGroup)
+    ]
 
 
 def _failures(graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Certificate]:
@@ -205,9 +218,10 @@ def _try(
     """Move one set of weights again and again, of which no copy is kept, until the outputs change."""
     for plan in plans:
         element = _draw(groups, plan, generator)
-        permutation, log_scale = _split(element)
+        permutation, log_scale, signs = _split(element)
         permute_tensors_(graph, permutation, base.state)
         scale_tensors_(graph, log_scale, base.state)
+        sign_tensors_(graph, signs, base.state)
         if base.keeps_its_outputs():
             continue
         failed = _bisect(graph, _Base(base.probe, base.seed, graph.constants, draws=4), element)
@@ -222,8 +236,9 @@ def _try(
 
 def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Certificate]:
     """The groups of an element that change the outputs on their own."""
-    permutation, log_scale = _split(element)
+    permutation, log_scale, signs = _split(element)
     moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
+    moved = sign_tensors(graph, signs, moved)
     found = base.difference(base.probe.run(moved))
     if found.holds:
         return {}

@@ -259,7 +259,7 @@ def together(ledger: Ledger, aligned: Sequence[Value], order: Sequence[int]) -> 
 def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: bool = False) -> Value:
     """Lay values one after the other; the units of other axes must agree, or (``nested``) may be others in each."""
     lead = next((v for v in values if v.fill is None), values[0])
-    values = [v if v is lead or v.fill is None else _filled(v, lead, axis) for v in values]
+    values = [v if v is lead or v.fill is None else _filled(ledger, v, lead, axis) for v in values]
     labels, reasons, shape = list(values[0].labels), list(values[0].reasons), list(values[0].shape)
     for k in range(len(shape)):
         if k == axis or shape[k] == 1:
@@ -296,7 +296,7 @@ def concatenate(ledger: Ledger, values: Sequence[Value], axis: int, *, nested: b
     return Value(tuple(shape), tuple(labels), tuple(reasons), scale)
 
 
-def _filled(value: Value, beside: Value, axis: int) -> Value:
+def _filled(ledger: Ledger, value: Value, beside: Value, axis: int) -> Value:
     """A tensor of one number, with the labels and the scale that it may have beside another one along an axis."""
     lengthwise = [any(c.shape[axis] > 1 for c in label) for label in beside.labels]
     labels = tuple(
@@ -304,7 +304,7 @@ def _filled(value: Value, beside: Value, axis: int) -> Value:
         for k, (own, label) in enumerate(zip(value.labels, beside.labels, strict=True))
     )
     edge = tuple((c, v.take([0], axis)) for c, v in beside.scale)
-    return replace(value, labels=labels, scale=edge if value.fill in (0.0, math.inf, -math.inf) else ())
+    return replace(value, labels=labels, scale=edge if value.fill is not None and ledger.keeps(value.fill) else ())
 
 
 def in_full(value: Value, axis: int, along_too: int | None = None) -> Label:

@@ -126,7 +126,7 @@ def _einsum(call: Call) -> Value:
     return contract(call, operands, letters, dots + "".join(sorted(c for c in joined if joined.count(c) == 1)))
 
 
-@register_rule("scaled_dot_product_attention")
+@register_rule("scaled_dot_product_attention", signs="follow")
 def _attention(call: Call) -> Value:
     query, key, value = call["query"], call["key"], call["value"]
     ledger = call.ledger
@@ -154,7 +154,7 @@ def _bilinear(call: Call) -> Value:
     return add_bias(call, result, call.get("bias"), result.ndim - 1)
 
 
-@register_rule("embedding_bag")
+@register_rule("embedding_bag", signs=lambda call: "pin" if call.get("mode", 0) == 2 else "follow")  # a maximum
 def _bag(call: Call) -> list[Value]:
     call.pin("indices", "an index")
     for name in ("offsets", "per_sample_weights"):
@@ -165,7 +165,7 @@ def _bag(call: Call) -> list[Value]:
     return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]
 
 
-@register_rule("cdist", traits=("spreads",))
+@register_rule("cdist", traits=("spreads",), signs="positive")
 def _distances(call: Call) -> Value:
     sides = [call["x1"], call["x2"]]
     ndim = len(call.shape)
@@ -181,10 +181,10 @@ def _distances(call: Call) -> Value:
     return replace(found, scale=kept[0] if kept else scales[0])
 
 
-register_rule("outer", "ger")(lambda call: contract(call, call.tensors, ["x", "y"], "xy"))
+register_rule("outer", "ger", signs="follow")(lambda call: contract(call, call.tensors, ["x", "y"], "xy"))
 
 
-@register_rule("kron")
+@register_rule("kron", signs="follow")
 def _kronecker(call: Call) -> Value:
     ndim = max(v.ndim for v in call.tensors)
     a, b = (views.pad_left(v, ndim) for v in call.tensors)
@@ -193,7 +193,7 @@ def _kronecker(call: Call) -> Value:
     return views.reshape(call.ledger, product, call.shape)
 
 
-@register_rule("_grouped_mm", "transformers.grouped_mm_fallback")
+@register_rule("_grouped_mm", "transformers.grouped_mm_fallback", signs="follow")
 def _grouped(call: Call) -> Value:
     """Rows of one matrix by one matrix of several, which one is decided by offsets: experts share their units."""
     (a, b), ledger = call.tensors[:2], call.ledger
@@ -208,7 +208,7 @@ def _grouped(call: Call) -> Value:
         ledger.pin_scale(tuple(t for t in one.scale if t[1].size == 1))
         one = replace(one, scale=tuple(t for t in one.scale if t[1].size > 1), sole=True)
     result = contract(call, [a, one], ["xy", "yz"], "xz")
-    return replace(result, scale=()) if call.get("bias") is not None else result
+    return ledger.unscaled(result) if call.get("bias") is not None else result
 
 
 def _matrix(call: Call) -> Value:
@@ -217,7 +217,7 @@ def _matrix(call: Call) -> Value:
     return views.unnest(call.ledger, views.unnest(call.ledger, value, value.ndim - 1), value.ndim - 2)
 
 
-@register_rule("linalg_inv", "inverse")
+@register_rule("linalg_inv", "inverse", signs="follow")
 def _inverse(call: Call) -> Value:
     """The inverse of ``P A Q`` is ``Q^-1 A^-1 P^-1``: factors of rows divide columns, and those of columns rows."""
     value = _matrix(call)
@@ -226,7 +226,7 @@ def _inverse(call: Call) -> Value:
     return views.swap(replace(value, scale=times(terms, -1.0)), rows, rows + 1)
 
 
-@register_rule("linalg_solve")
+@register_rule("linalg_solve", signs="follow")
 def _solve(call: Call) -> Value:
     inverse, given = _inverse(call.on(call["A"])), call["B"]
     if given.ndim == 1 or given.shape == inverse.shape[:-1]:  # vectors
@@ -252,7 +252,7 @@ def _determinant(call: Call) -> list[Value]:
     return [views.drop(call.ledger, value, (value.ndim - 1, value.ndim - 2))] * len(call.outputs)
 
 
-@register_rule("tril", "triu")
+@register_rule("tril", "triu", signs="follow")
 def _triangle(call: Call) -> Value:
     """Zeros at positions that rows and columns tell."""
     value: Value = call["self"]

@@ -127,15 +127,19 @@ def _grouped(call: Call, kernel: Value, groups: int) -> Value:
 
 
 @register_rule(
-    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d "
-    "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d _adaptive_avg_pool2d "
-    "_adaptive_avg_pool3d",
+    "max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d", traits=("pools",)
+)
+@register_rule("max_pool3d_with_indices", "max_pool2d_with_indices", "fractional_max_pool2d")
+@register_rule(
+    "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d "
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d",
     traits=("pools",),
+    signs="follow",
 )
 @register_rule(
-    "max_pool3d_with_indices max_pool2d_with_indices upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-    "upsample_bilinear2d upsample_bicubic2d upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d "
-    "_upsample_bilinear2d_aa fractional_max_pool2d _upsample_bicubic2d_aa"
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d "
+    "upsample_linear1d upsample_trilinear3d _upsample_nearest_exact2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+    signs="follow",
 )
 def _pool(call: Call) -> list[Value]:
     value: Value = call.get("self", call.get("input"))
@@ -150,7 +154,8 @@ def _with_positions(call: Call, value: Value) -> list[Value]:
     return [result, replace(result, scale=())][: len(call.outputs)]
 
 
-@register_rule("torchvision.roi_align", "torchvision.roi_pool", "grid_sampler")
+@register_rule("torchvision.roi_align", "grid_sampler", signs="follow")
+@register_rule("torchvision.roi_pool")
 def _sample(call: Call) -> list[Value]:
     value: Value = call["input"]
     call.pin("rois", "regions of an image")
@@ -158,7 +163,7 @@ def _sample(call: Call) -> list[Value]:
     return _with_positions(call, views.mix(call.ledger, value, (0, *range(2, value.ndim)), "regions of an image"))
 
 
-@register_rule("col2im")
+@register_rule("col2im", signs="follow")
 def _fold(call: Call) -> Value:
     ledger, value, taps = call.ledger, call["self"], math.prod(call["kernel_size"])
     value = views.at_first(ledger, views.mix(ledger, value, value.ndim - 1, "spatial position"), value.ndim - 1)
@@ -168,7 +173,7 @@ def _fold(call: Call) -> Value:
     return replace(views.reshape(ledger, value, (*value.shape, 1, 1)), shape=call.shape)
 
 
-@register_rule("im2col")
+@register_rule("im2col", signs="follow")
 def _unfold(call: Call) -> Value:
     value: Value = call["self"]
     space = value.ndim - 2, value.ndim - 1

@@ -14,7 +14,9 @@ from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 def _absorb(call: Call, value: Value, eps: float | None) -> Value:
-    """After a normalization the scale of its input is gone; with an epsilon, up to that."""
+    """After a normalization the scale of its input is gone, with an epsilon up to that; its sign is not."""
+    if call.ledger.signs:
+        return replace(value, parameter=None)
     if eps is None or eps > 0:
         call.ledger.approximate(value)
     return replace(value, scale=(), parameter=None)
@@ -44,6 +46,7 @@ def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
     "batch_norm instance_norm _native_batch_norm_legit native_batch_norm cudnn_batch_norm "
     "_native_batch_norm_legit_no_training",
     traits=("distinct",),
+    signs="follow",
 )
 def _batch_norm(call: Call) -> list[Value]:
     value: Value = call["input"]
@@ -57,23 +60,25 @@ def _batch_norm(call: Call) -> list[Value]:
     for statistic, power in ((mean, 1.0), (call.get("running_var"), 2.0)):
         if statistic is not None:
             label = ledger.unify(label, statistic.labels[0], value.reasons[1], "")
-            if ledger.fresh(statistic) or power == 1.0:
+            if ledger.fresh(statistic) or power == 1.0 or ledger.signs:
                 ledger.rescale(statistic, times(flat, power))
     if mean is not None:
         value = value.with_axis(1, label=tuple(along(c, 1, value.ndim) for c in label))
     return [_affine(call, _absorb(call, value, call.get("eps")), [1])] * len(call.outputs)
 
 
-@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm", traits=("distinct",))
+@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm", traits=("distinct",), signs="follow")
 def _layer_norm(call: Call) -> list[Value]:
     """Each entry depends on all along the normalized axes, so that no other axis may be nested in them."""
     value: Value = call["input"]
     axes = list(range(value.ndim - len(call["normalized_shape"]), value.ndim))
-    inner = _absorb(call, call.ledger.alike_along(value, *axes), call.get("eps"))
+    if not (call.ledger.signs and "rms" in call.name):  # a mean of squares sees no sign
+        value = call.ledger.alike_along(value, *axes)
+    inner = _absorb(call, value, call.get("eps"))
     return [_affine(call, views.unnest(call.ledger, inner, *axes), axes)] * len(call.outputs)
 
 
-@register_rule("group_norm", "native_group_norm", traits=("distinct",))
+@register_rule("group_norm", "native_group_norm", traits=("distinct",), signs="follow")
 def _group_norm(call: Call) -> list[Value]:
     value: Value = call["input"]
     ledger = call.ledger
@@ -89,10 +94,13 @@ def _group_norm(call: Call) -> list[Value]:
     return [result, *(pinned_value(shape, "statistics of groups") for shape in call.outputs[1:])]
 
 
-@register_rule("_weight_norm", "_weight_norm_interface")
+@register_rule("_weight_norm", "_weight_norm_interface", signs="follow")
 def _weight_norm(call: Call) -> list[Value]:
     value, gain = call["v"], call["g"]
     axis = int(call.get("dim", 0))
+    if call.ledger.signs:
+        (value, gain), joined = join_labels(call.ledger, [value, gain], value.shape)
+        return [replace(joined, scale=(*value.scale, *gain.scale))] * len(call.outputs)
     if axis == -1:  # one norm for all entries, whose one factor is left
         value = call.ledger.alike_along(value, *range(value.ndim))
     for term in value.scale[axis == -1 :]:
@@ -102,12 +110,15 @@ def _weight_norm(call: Call) -> list[Value]:
     return [replace(joined, scale=gain.scale)] * len(call.outputs)
 
 
-@register_rule("cosine_similarity")
+@register_rule("cosine_similarity", signs="follow")
 def _cosine(call: Call) -> Value:
     """Symmetric in the axis that is summed over; the scales of both sides are not seen."""
     ledger, sides = call.ledger, [call["x1"], call["x2"]]
     aligned, result = join_labels(ledger, sides, np.broadcast_shapes(*(v.shape for v in sides)))
     axis = call.axis(of=result, default=1)
+    if ledger.signs:
+        ledger.equate(*(value.scale for value in aligned))
+        return views.drop(ledger, result, axis)
     for value in aligned:
         _absorb(call, ledger.alike_along(value, axis), call.get("eps", 1e-8))
     return views.drop(ledger, result, axis)

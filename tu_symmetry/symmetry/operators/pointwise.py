@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, register_rule
+from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, Parity, register_rule
 
 
 def join_labels(ledger: Ledger, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
@@ -63,12 +63,14 @@ def times(scale: tuple[Term, ...], factor: float) -> tuple[Term, ...]:
     return tuple((factor * c, v) for c, v in scale)
 
 
-@register_rule("relu rrelu native_dropout hypot conj real imag copysign nan_to_num complex")
+@register_rule("relu rrelu hypot copysign nan_to_num")
+@register_rule("native_dropout conj real imag complex", signs="follow")
 @register_rule("leaky_relu", traits=("injective",))
-@register_rule("neg", traits=("injective", "of_statistics"))
-@register_rule("abs", traits=("of_statistics",))
+@register_rule("neg", traits=("injective", "of_statistics"), signs="follow")
+@register_rule("abs", traits=("of_statistics",), signs="even")
 @register_rule("maximum minimum fmax fmin", traits=("combines",))
-@register_rule("dropout feature_dropout alpha_dropout positive float half double", traits=("moves", "same"))
+@register_rule("dropout feature_dropout positive float half double", traits=("moves", "same"))
+@register_rule("alpha_dropout", traits=("moves", "same"), signs="pin")
 def _homogeneous(call: Call) -> list[Value]:
     return [elementwise(call, homogeneous=True)] * len(call.outputs)
 
@@ -77,13 +79,18 @@ def _homogeneous(call: Call) -> list[Value]:
     "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", traits=("combines",)
 )
 @register_rule(
-    "exp gelu silu sigmoid tanh elu selu celu mish softplus hardswish hardsigmoid hardtanh relu6 log log1p expm1 "
-    "sin cos tan atan erf softsign log_sigmoid hardshrink softshrink tanhshrink threshold ceil floor round frac "
-    "atan2 sinh cosh asin acos logaddexp xlogy lerp fmod remainder heaviside logit erfinv special_erf "
-    "floor_divide quick_gelu log2 log10 exp2 trunc fix bucketize digamma lgamma erfc acosh asinh atanh sinc "
-    "special_expit isclose nextafter __lshift__ __rshift__ bitwise_left_shift bitwise_right_shift float_power "
-    "fake_quantize_per_tensor_affine"
+    "exp gelu silu sigmoid elu selu celu mish softplus hardswish hardsigmoid relu6 log log1p expm1 log_sigmoid "
+    "threshold ceil floor atan2 acos logaddexp xlogy lerp fmod remainder heaviside logit floor_divide quick_gelu log2 "
+    "log10 exp2 bucketize digamma lgamma erfc acosh special_expit isclose nextafter __lshift__ __rshift__ "
+    "bitwise_left_shift bitwise_right_shift float_power fake_quantize_per_tensor_affine"
 )
+@register_rule(
+    "tanh sin tan atan erf softsign hardshrink softshrink tanhshrink frac sinh asin erfinv special_erf asinh atanh",
+    signs="odd",
+)
+@register_rule("round", "trunc", "fix", signs="odd")
+@register_rule("cos", "cosh", "sinc", signs="even")
+@register_rule("hardtanh", signs=lambda call: _of_interval(call.get("min_val", -1), call.get("max_val", 1)))
 def _inhomogeneous(call: Call) -> Value:
     return elementwise(call)
 
@@ -96,9 +103,13 @@ register_rule(
 register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))(
     lambda call: [pinned_value(shape, "a check") for shape in call.outputs]
 )
-register_rule("copy")(lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape))
-register_rule("polar")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
-register_rule("glu")(lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1))))
+register_rule("copy", signs="follow")(
+    lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape)
+)
+register_rule("polar", signs="follow")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
+register_rule("glu", signs="follow")(
+    lambda call: scaled_as_first(call, *views.split(call.ledger, call["self"], call.axis(default=-1)))
+)
 
 
 @register_rule("fake_quantize_per_channel_affine", traits=("combines",))
@@ -109,7 +120,9 @@ def _quantize(call: Call) -> Value:
 
 
 @register_rule("eq ne lt le gt ge logical_not bitwise_not", traits=("combines",))
-@register_rule("sign sgn isnan isinf isfinite isposinf isneginf signbit angle")
+@register_rule("sign sgn", signs="odd")
+@register_rule("isnan isinf isfinite", signs="even")
+@register_rule("isposinf isneginf signbit angle")
 def _scale_free(call: Call) -> Value:
     """Comparisons: with zero, and of two tensors that share their scale, no positive factor changes the result."""
     aligned, result = join_labels(call.ledger, call.tensors, call.shape)
@@ -142,16 +155,16 @@ def _item(call: Call) -> Value:
     return pinned_value((), "read by the program")
 
 
-@register_rule("empty_like", "new_empty")
-@register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",))
-@register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"))
+@register_rule("empty_like", "new_empty", signs="even")
+@register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",), signs="even")
+@register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"), signs="even")
 def _alike(call: Call) -> Value:
     name = call.name.removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
     return views.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 
-@register_rule("rand randn rand_like randn_like normal_functional uniform exponential log_normal")
+@register_rule("rand randn rand_like randn_like normal_functional uniform exponential log_normal", signs="even")
 @register_rule("normal", "bernoulli")
 def _noise(call: Call) -> Value:
     """Independent entries: the noise has units of its own; means and deviations that it is given move along with it."""
@@ -161,7 +174,7 @@ def _noise(call: Call) -> Value:
     return elementwise(call.on(*given, noise)) if given else noise
 
 
-@register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"))
+@register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"), signs="follow")
 def _add(call: Call) -> Value:
     values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
     if len(values) == 2:
@@ -170,13 +183,14 @@ def _add(call: Call) -> Value:
     scalar = next((call[n] for n in ("self", "other") if isinstance(call.get(n), (int, float))), 0.0)
     if scalar == 0:
         return value
-    if 0 < scalar <= SMALL and call.name == "add" and value.statistic:  # a normalization by hand
+    if 0 < scalar <= SMALL and call.name == "add" and value.statistic and not call.ledger.signs:
+        # a normalization by hand
         call.ledger.approximate(value)
         return value
     return call.ledger.unscaled(value)
 
 
-@register_rule("mul", "div", "true_divide", "divide", "multiply", traits=("combines", "of_statistics"))
+@register_rule("mul", "div", "true_divide", "divide", "multiply", traits=("combines", "of_statistics"), signs="follow")
 def multiply(call: Call) -> Value:
     """Products and quotients: scales add and subtract."""
     values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
@@ -190,8 +204,17 @@ def multiply(call: Call) -> Value:
     return replace(result, scale=scales[0] if len(scales) == 1 else call.ledger.merge((*scales[0], *scales[1])))
 
 
-@register_rule("pow", "square", "sqrt", traits=("of_statistics",))
-@register_rule("rsqrt", "reciprocal")
+def _of_power(call: Call) -> Parity:
+    exponent = call.get("exponent")
+    whole = isinstance(exponent, (int, float)) and exponent == int(exponent)
+    return "pin" if not whole or not isinstance(call["self"], Value) else "odd" if exponent % 2 else "even"
+
+
+@register_rule("pow", traits=("of_statistics",), signs=_of_power)
+@register_rule("square", traits=("of_statistics",), signs="even")
+@register_rule("sqrt", traits=("of_statistics",))
+@register_rule("rsqrt")
+@register_rule("reciprocal", signs="odd")
 def _power(call: Call) -> Value:
     exponent = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}.get(call.name, call.get("exponent"))
     if isinstance(exponent, Value) or not isinstance(call["self"], Value):
@@ -200,14 +223,19 @@ def _power(call: Call) -> Value:
     return replace(result, scale=times(call["self"].scale, float(exponent)))
 
 
-@register_rule("addcmul", "addcdiv")
+@register_rule("addcmul", "addcdiv", signs="follow")
 def _addcmul(call: Call) -> Value:
     factors = {"self": call["tensor1"], "other": call["tensor2"]}
     product = multiply(Call(call.ledger, call.operator.replace("addc", ""), factors, call.outputs))
     return elementwise(call.on(call["self"], product), homogeneous=True)
 
 
-@register_rule("clamp", "clamp_min", "clamp_max", traits=("of_statistics",))
+def _of_interval(low: Any, high: Any) -> Parity:
+    return "odd" if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low == -high else "pin"
+
+
+@register_rule("clamp", traits=("of_statistics",), signs=lambda call: _of_interval(call.get("min"), call.get("max")))
+@register_rule("clamp_min", "clamp_max", traits=("of_statistics",))
 def _clamp(call: Call) -> Value:
     low, high = call.get("min"), call.get("max")
     if isinstance(low, Value) or high is not None or low is None or not 0 <= low <= GUARD:
@@ -219,7 +247,7 @@ def _clamp(call: Call) -> Value:
     return elementwise(call, homogeneous=True)
 
 
-@register_rule("where", "masked_fill", traits=("combines",))
+@register_rule("where", "masked_fill", traits=("combines",), signs="follow")
 def _where(call: Call) -> Value | list[Value]:
     if call.name == "where" and "self" not in call.arguments:
         return RULES["aten.nonzero_numpy"](call)  # type: ignore[return-value]
@@ -228,7 +256,7 @@ def _where(call: Call) -> Value | list[Value]:
     kept = [v for v in given if isinstance(v, Value)]
     fill = next((float(v) for v in given if isinstance(v, (int, float))), 0.0)
     (_, *aligned), result = join_labels(call.ledger, [condition, *kept], call.shape)
-    if fill not in (0.0, math.inf, -math.inf):
+    if not call.ledger.keeps(fill):
         for value in aligned:
             call.ledger.pin_scale(value.scale)
         return result
@@ -238,8 +266,8 @@ def _where(call: Call) -> Value | list[Value]:
     return replace(result, scale=aligned[0].scale if aligned else ())
 
 
-@register_rule("fill")
-@register_rule("zero", traits=("zeros",))
+@register_rule("fill", signs="follow")
+@register_rule("zero", traits=("zeros",), signs="follow")
 def _fill(call: Call) -> Value:
     call.pin("value", "fills a tensor")
     filler, written = call.get("value"), call.get("self")

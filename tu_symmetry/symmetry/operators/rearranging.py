@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +40,7 @@ def _positions(call: Call, axis: int) -> Array:
     return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()
 
 
-@register_rule("broadcast_tensors")
+@register_rule("broadcast_tensors", signs="follow")
 @register_rule("expand", "expand_as", "broadcast_to", positions="keep", traits=("moves",))
 def _expand(call: Call) -> list[Value]:
     return [views.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=False)]
@@ -69,7 +68,7 @@ def _repeat(call: Call) -> Value:
     return value
 
 
-@register_rule("diagonal", "linalg_diagonal", "trace")
+@register_rule("diagonal", "linalg_diagonal", "trace", signs="follow")
 def _diagonal(call: Call) -> Value:
     value: Value = call.get("self", call.get("A"))
     first, second = (-2, -1) if call.name == "linalg_diagonal" else (0, 1)
@@ -80,7 +79,7 @@ def _diagonal(call: Call) -> Value:
     return views.drop(call.ledger, found, found.ndim - 1) if call.name == "trace" else found
 
 
-@register_rule("stack")
+@register_rule("stack", signs="follow")
 def _stack(call: Call) -> Value:
     values = call["tensors"]
     axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
@@ -88,7 +87,7 @@ def _stack(call: Call) -> Value:
     return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
 
 
-@register_rule("cat concat concatenate hstack vstack")
+@register_rule("cat concat concatenate hstack vstack", signs="follow")
 def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]
     if not values:
@@ -106,7 +105,7 @@ def _split(call: Call) -> list[Value]:
     return views.split(call.ledger, call["self"], axis, [s[axis] for s in call.outputs])
 
 
-@register_rule("view_as_complex", "view_as_real")
+@register_rule("view_as_complex", "view_as_real", signs="follow")
 def _view_as_complex(call: Call) -> Value:
     value, parts = call["self"], "real and imaginary part"
     last = value.ndim - 1
@@ -182,7 +181,9 @@ def _shuffle(call: Call) -> Value:
     return views.reshape(ledger, views.permute(views.reshape(ledger, value, parts), order), call.shape)
 
 
-@register_rule("pad constant_pad_nd reflection_pad2d replication_pad2d reflection_pad1d replication_pad1d")
+@register_rule(
+    "pad constant_pad_nd reflection_pad2d replication_pad2d reflection_pad1d replication_pad1d", signs="follow"
+)
 def _pad(call: Call) -> Value:
     result: Value = call["self"]
     pad, filler = call.get("pad", call.get("padding")), call.get("value", 0)
@@ -203,6 +204,6 @@ def _pad(call: Call) -> Value:
         before, after = (replace(b, reasons=("padding",) * b.ndim) for b in blanks)
         pieces = [p for p in (before, result, after) if p is result or p.shape[axis] > 0]
         result = views.concatenate(call.ledger, pieces, axis) if len(pieces) > 1 else result
-    if filler not in (0, -math.inf, math.inf):
+    if not call.ledger.keeps(filler):
         result = call.ledger.unscaled(result)
     return result

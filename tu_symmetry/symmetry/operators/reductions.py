@@ -44,16 +44,17 @@ def _dims(call: Call, value: Value) -> list[int]:
     return sorted({d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)})
 
 
-@register_rule("mean sum amax amin", traits=("pools", "statistic"))
+@register_rule("mean sum", traits=("pools", "statistic"), signs="follow")
+@register_rule("amax amin", traits=("pools", "statistic"))
 @register_rule("logsumexp", traits=("pools",))
-@register_rule(
-    "max min std var linalg_vector_norm norm frobenius_norm linalg_norm linalg_matrix_norm var_mean std_mean aminmax "
-    "median",
-    traits=("statistic",),
-)
-@register_rule(
-    "nansum nanmean nanmedian kthvalue mode nuclear_norm count_nonzero prod any all _is_all_true _is_any_true"
-)
+@register_rule("max min linalg_norm linalg_matrix_norm std_mean aminmax median", traits=("statistic",))
+@register_rule("linalg_vector_norm", "frobenius_norm", traits=("statistic",), signs="even")
+@register_rule("norm", traits=("statistic",), signs=lambda call: "pin" if isinstance(call.get("p"), str) else "even")
+@register_rule("std", traits=("statistic",), signs="positive")
+@register_rule("var", "var_mean", traits=("statistic",), signs="follow")
+@register_rule("nansum", "nanmean", signs="follow")
+@register_rule("count_nonzero any all _is_all_true _is_any_true", signs="even")
+@register_rule("nanmedian kthvalue mode nuclear_norm prod")
 def _reduce(call: Call) -> Value | list[Value]:
     value: Value = call.get("self", call.get("A"))
     name = call.name
@@ -113,7 +114,8 @@ def _softmax(call: Call) -> Value:
     return views.unnest(call.ledger, call.ledger.unscaled(call["self"]), call.axis(default=-1))
 
 
-@register_rule("cumsum cumprod logcumsumexp diff cummax cummin")
+@register_rule("cumsum", "diff", signs="follow")
+@register_rule("cumprod logcumsumexp cummax cummin")
 def _cumulative(call: Call) -> list[Value]:
     value = views.mix(call.ledger, call["self"], call.axis(default=-1), "accumulated along the axis")
     if call.name in ("cumprod", "logcumsumexp"):
@@ -124,7 +126,8 @@ def _cumulative(call: Call) -> list[Value]:
 
 @register_rule(
     "fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn "
-    "fft_rfftn fft_irfftn"
+    "fft_rfftn fft_irfftn",
+    signs="follow",
 )
 def _fourier(call: Call) -> Value:
     value: Value = call["self"]

@@ -38,7 +38,10 @@ def _combined(call: Call, value: Value, arriving: Value | float, terms: tuple[Te
     return ()
 
 
-@register_rule("scatter", "scatter_add", "scatter_reduce", positions="read")
+@register_rule("scatter", "scatter_add", signs="follow", positions="read")
+@register_rule(
+    "scatter_reduce", signs=lambda call: "follow" if call["reduce"] in ("sum", "mean") else "pin", positions="read"
+)
 def _scatter(call: Call) -> Value:
     value, index = call["self"], call["index"]
     given: Any = call.arguments.get("src", call.arguments.get("value"))
@@ -62,7 +65,7 @@ def _scatter(call: Call) -> Value:
     return replace(joined(call, parts, axis, label, reason), scale=scale)
 
 
-@register_rule("index_add", positions="read")
+@register_rule("index_add", positions="read", signs="follow")
 def _index_add(call: Call) -> Value:
     axis, given = call.axis(), call["source"]
     target = meet(call, call["self"], axis, call["index"], "written to by position")
@@ -96,7 +99,7 @@ def overwritten(ledger: Ledger, value: Value, axis: int, positions: Array, given
     return views.take(ledger, whole, axis, order)
 
 
-@register_rule("index_put", "_unsafe_index_put", positions="read")
+@register_rule("index_put", "_unsafe_index_put", positions="read", signs="follow")
 def _index_put(call: Call) -> Value:
     value, values, ledger = call["self"], call["values"], call.ledger
     indices = list(call["indices"])
@@ -147,7 +150,7 @@ def _filled(call: Call, value: Value, filling: Value, mask: Value, first: int) -
     return replace(result, scale=value.scale)
 
 
-@register_rule("max_unpool2d", "max_unpool3d")
+@register_rule("max_unpool2d", "max_unpool3d", signs="follow")
 def _unpool(call: Call) -> Value:
     ndim, space = call["self"].ndim, 2 if call.name.endswith("2d") else 3
     parts = [
