@@ -1,8 +1,8 @@
 """The zoo of architectures on which laws are tested: small modules, inputs, and the groups that they have.
 
 What follows ``has`` in their text are the shapes of all permutation groups (``(blocks..., size)``), and the total
-numbers of positive factors. They are counted by hand from the architecture, so that claiming too little fails as
-claiming too much does.
+numbers of positive factors and of signs. They are counted by hand from the architecture, so that claiming too little
+fails as claiming too much does.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Case:
     permutations: list[tuple[int, ...]] = field(default_factory=list)
     scales: int = 0
     normalizations: int = 0
+    signs: int = 0
 
 
 class BasicBlock(nn.Module):
@@ -169,7 +170,7 @@ wrapped = nn.utils.parametrizations.weight_norm
 SOURCE = """
 mlp_relu(x=(3, 5)) has [8, 6], scales=14
     nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 6), nn.LeakyReLU(), nn.Linear(6, 3))
-mlp_mixed(x=(3, 5)) has [8, 6], scales=6
+mlp_mixed(x=(3, 5)) has [8, 6], scales=6, signs=8
     nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 3))
 mlp_wide_blocks(x=(3, 5)) has [7], scales=7
     nn.Sequential(nn.Linear(5, 7, bias=False), nn.Dropout(0.5), nn.ReLU(), nn.Identity(), nn.Linear(7, 2))
@@ -178,17 +179,17 @@ cnn_flatten(x=(2, 2, 10, 10)) has [4, 5, 6], scales=15
         nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 5, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
         nn.Flatten(), nn.Linear(20, 6), nn.ReLU(), nn.Linear(6, 3)
     )
-batchnorm_cnn(x=(2, 2, 8, 8)) has [4, 5], scales=9, normalizations=9
+batchnorm_cnn(x=(2, 2, 8, 8)) has [4, 5], scales=9, normalizations=9, signs=9
     nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU(),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)
     )
-resnet_batchnorm(x=(2, 2, 6, 6)) has [4, 4, 6, 6], scales=20, normalizations=24
+resnet_batchnorm(x=(2, 2, 6, 6)) has [4, 4, 6, 6], scales=20, normalizations=24, signs=24
     nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), BasicBlock(4, 4), BasicBlock(4, 6),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
     )
-resnet_frn(x=(2, 2, 6, 6)) has [4, 4, 6, 6], scales=20, normalizations=24
+resnet_frn(x=(2, 2, 6, 6)) has [4, 4, 6, 6], scales=20, normalizations=24, signs=24
     nn.Sequential(
         nn.Conv2d(2, 4, 3, padding=1, bias=False), FilterResponseNorm(4), BasicBlock(4, 4, FilterResponseNorm),
         BasicBlock(4, 6, FilterResponseNorm), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 3)
@@ -205,11 +206,11 @@ GroupedConv(x=(2, 2, 6, 6)) has [2, (2, 3), (2, 4)], scales=14
     stem=nn.Conv2d(2, 8, 1), group=nn.Conv2d(8, 6, 3, groups=2), out=(6, 3)
     return self.out(F.relu(self.group(F.relu(self.stem(x)))).mean((2, 3)))
 # GroupNorm over groups of two channels, which a depthwise convolution then multiplies by three: blocks in blocks
-BlocksInBlocks(x=(2, 2, 6, 6)) has [2, (2, 2), (2, 2, 3)], scales=12, normalizations=2
+BlocksInBlocks(x=(2, 2, 6, 6)) has [2, (2, 2), (2, 2, 3)], scales=12, normalizations=2, signs=6
     a=nn.Conv2d(2, 4, 1), norm=nn.GroupNorm(2, 4), depth=nn.Conv2d(4, 12, 3, groups=4), head=(12, 3)
     return self.head(F.relu(self.depth(torch.tanh(self.norm(self.a(x))))).mean((2, 3)))
 # MobileNet's block: expansion, depthwise, squeeze-excitation, projection
-InvertedResidual(x=(2, 2, 6, 6)) has [6, 2, 4], scales=6, normalizations=16
+InvertedResidual(x=(2, 2, 6, 6)) has [6, 2, 4], scales=6, normalizations=16, signs=20
     stem=nn.Conv2d(2, 4, 1), expand=nn.Conv2d(4, 6, 1, bias=False), norm1=nn.BatchNorm2d(6),
     depth=nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False), norm2=nn.BatchNorm2d(6), squeeze=nn.Conv2d(6, 2, 1),
     excite=nn.Conv2d(2, 6, 1), project=nn.Conv2d(6, 4, 1, bias=False), norm3=nn.BatchNorm2d(4), head=(4, 3)
@@ -219,40 +220,40 @@ InvertedResidual(x=(2, 2, 6, 6)) has [6, 2, 4], scales=6, normalizations=16
     y = y * torch.sigmoid(self.excite(F.relu(self.squeeze(F.adaptive_avg_pool2d(y, 1)))))
     return self.head((x + self.norm3(self.project(y))).mean((2, 3)))
 # GroupNorm with two groups of four channels
-GroupNormNet(x=(2, 2, 6, 6)) has [2, (2, 4)], scales=8, normalizations=2
+GroupNormNet(x=(2, 2, 6, 6)) has [2, (2, 4)], scales=8, normalizations=2, signs=2
     conv=nn.Conv2d(2, 8, 3), norm=nn.GroupNorm(2, 8), head=(8, 3)
     return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
-InstanceNormNet(x=(2, 2, 6, 6)) has [5], scales=5, normalizations=5
+InstanceNormNet(x=(2, 2, 6, 6)) has [5], scales=5, normalizations=5, signs=5
     conv=nn.Conv2d(2, 5, 3), norm=nn.InstanceNorm2d(5, affine=True), head=(5, 3)
     return self.head(F.relu(self.norm(self.conv(x))).amax((2, 3)))
-layernorm_mlp(x=(3, 5)) has [6, 7], scales=13, normalizations=2
+layernorm_mlp(x=(3, 5)) has [6, 7], scales=13, normalizations=2, signs=2
     nn.Sequential(
         nn.Linear(5, 6), nn.LayerNorm(6), nn.ReLU(), nn.Linear(6, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3)
     )
 # stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36),
 # query-key and value-output (24); the whole stream feeds normalizations only (1)
-transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1
+transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61
     Transformer(Attention(12, 3))
-transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1
+transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61
     Transformer(Attention(12, 3, fused=True))
 # 2 key-value heads, each read by 2 query heads
-transformer_grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1
+transformer_grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1, signs=49
     Transformer(Attention(12, 4, kv=2))
 # torch's own layer (post-norm) behind a linear embedding
-EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1
+EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1, signs=26
     embed=(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True), head=(8, 3)
     return self.head(self.layer(self.embed(x)).mean(1))
-TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35
+TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35, signs=42
     TinyLlama()
 # A product of two positively homogeneous branches: two factors for each unit
-BilinearGate(x=(3, 5)) has [6], scales=12
+BilinearGate(x=(3, 5)) has [6], scales=12, signs=6
     a=(5, 6), b=(5, 6), out=(6, 2)
     return self.out(F.relu(self.a(x)) * self.b(x))
 # A two-layer LSTM and a GRU
-Recurrent(x=(2, 4, 5)) has [6, 7, 3]
+Recurrent(x=(2, 4, 5)) has [6, 7, 3], signs=16
     lstm=nn.LSTM(5, 6, batch_first=True), gru=nn.GRU(6, 7, batch_first=True), mix=(7, 3), head=(3, 2)
     return self.head(torch.tanh(self.mix(self.gru(self.lstm(x)[0])[0][:, -1])))
-BidirectionalLSTM(x=(2, 4, 5)) has [6, 6, 6, 6]
+BidirectionalLSTM(x=(2, 4, 5)) has [6, 6, 6, 6], signs=24
     lstm=nn.LSTM(5, 6, num_layers=2, bidirectional=True, batch_first=True), head=(12, 2)
     return self.head(self.lstm(x)[0].mean(1))
 conv1d_transposed(x=(2, 3, 12)) has [4, 6, 5], scales=15
@@ -260,16 +261,16 @@ conv1d_transposed(x=(2, 3, 12)) has [4, 6, 5], scales=15
         nn.Conv1d(3, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 6, 3, stride=2), nn.ReLU(), nn.Conv1d(6, 5, 3),
         nn.ReLU(), nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.Linear(10, 2)
     )
-conv3d(x=(2, 2, 5, 6, 6)) has [4, 5], scales=5, normalizations=4
+conv3d(x=(2, 2, 5, 6, 6)) has [4, 5], scales=5, normalizations=4, signs=4
     nn.Sequential(
         nn.Conv3d(2, 4, 3), nn.BatchNorm3d(4), nn.SiLU(), nn.Conv3d(4, 5, 3), nn.ReLU(), nn.AdaptiveMaxPool3d(1),
         nn.Flatten(), nn.Linear(5, 2)
     )
-unet_concat(x=(1, 2, 8, 8)) has [4, 6, 4, 5], scales=19
+unet_concat(x=(1, 2, 8, 8)) has [4, 6, 4, 5], scales=19, signs=4
     UNet(True)
 unet_add(x=(1, 2, 8, 8)) has [4, 6, 5], scales=15
     UNet(False)
-weight_norm(x=(3, 5)) has [6, 4], scales=5, normalizations=10
+weight_norm(x=(3, 5)) has [6, 4], scales=5, normalizations=10, signs=10
     nn.Sequential(wrapped(nn.Linear(5, 6)), nn.ReLU(), wrapped(nn.Linear(6, 4)), nn.ReLU(), nn.Linear(4, 2))
 # Parameters that forward uses without a layer, one of them transposed
 DirectParameters(x=(3, 5)) has [6], scales=6
@@ -305,7 +306,7 @@ UnknownOperator(x=(3, 5)) has [4], scales=4
     return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
 # 12 values, 6 rotated pairs, 6 units
 # Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them
-InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24
+InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24, signs=18
     qkv=(5, 36), out=(12, 6), head=(6, 2)
     batch, tokens, _ = x.shape
     q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
@@ -314,7 +315,7 @@ InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24
     y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, 12)
     return self.head(torch.relu(self.out(y)))
 # A mobile vision transformer's way of cutting patches: channels are merged with rows, and split again
-PatchesOfPixels(x=(2, 2, 4, 4)) has [6], scales=6, normalizations=1
+PatchesOfPixels(x=(2, 2, 4, 4)) has [6], scales=6, normalizations=1, signs=7
     a=nn.Conv2d(2, 6, 1), norm=nn.LayerNorm(6), b=nn.Conv2d(6, 2, 1)
     x = self.a(x)
     batch, channels, height, width = x.shape
@@ -326,7 +327,7 @@ PatchesOfPixels(x=(2, 2, 4, 4)) has [6], scales=6, normalizations=1
     return self.b(x.reshape(batch, channels, rows * 2, columns * 2))
 # heads; in each of them the units that queries and keys share, and those of the values, of both scales
 # Linear attention over heads of fused queries, keys and values, and over grouped convolutions of the same
-MultiScaleLinearAttention(x=(1, 3, 4, 4)) has [3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18
+MultiScaleLinearAttention(x=(1, 3, 4, 4)) has [3, (3, 2), (3, 2), (3, 2), (3, 2)], scales=18, signs=30
     qkv=nn.Conv2d(3, 18, 1, bias=False), out=nn.Conv2d(12, 2, 1),
     depthwise=nn.Conv2d(18, 18, 3, padding=1, groups=18, bias=False), grouped=nn.Conv2d(18, 18, 1, groups=9, bias=False)
     batch, _, height, width = x.shape
@@ -337,7 +338,7 @@ MultiScaleLinearAttention(x=(1, 3, 4, 4)) has [3, (3, 2), (3, 2), (3, 2), (3, 2)
     return self.out(y.transpose(-1, -2).reshape(batch, -1, height, width))
 # scales: scalar against norm, both against the next layer, and the next layer's five units
 # Scalars that multiply and shift a whole activation (as in HGNetV2): one factor for all of its units
-AffineAfterActivation(x=(3, 4)) has [6, 5], scales=7, normalizations=6
+AffineAfterActivation(x=(3, 4)) has [6, 5], scales=7, normalizations=6, signs=7
     a=(4, 6), norm=nn.BatchNorm1d(6), b=(6, 5), c=(5, 2), scale=nn.Parameter(torch.ones(1)),
     shift=nn.Parameter(torch.zeros(1))
     x = self.scale * torch.relu(self.norm(self.a(x))) + self.shift
@@ -347,7 +348,7 @@ FoldedWindows(x=(2, 3, 6, 6)) has [5], scales=5
     a=nn.Conv2d(3, 5, 1), b=nn.Conv2d(5, 2, 1)
     return self.b(F.fold(F.unfold(torch.relu(self.a(x)), 3, padding=1), (6, 6), 3, padding=1))
 # An LSTM cell and a GRU cell that are called at every step
-CellLoop(x=(2, 3, 5)) has [4, 6, 7], scales=4
+CellLoop(x=(2, 3, 5)) has [4, 6, 7], scales=4, signs=13
     read=(5, 4), lstm=nn.LSTMCell(4, 6), gru=nn.GRUCell(6, 7), head=(7, 2)
     h, c, g = x.new_zeros(len(x), 6), x.new_zeros(len(x), 6), x.new_zeros(len(x), 7)
     for t in range(x.shape[1]):
@@ -359,12 +360,12 @@ BagOfWords(words=torch.tensor([[1, 4, 2], [8, 0, 4]])) has [5], scales=5
     return self.head(torch.relu(self.table(words)))
 # scales: before the filter against it, and the filter against the head
 # A filter in the Fourier domain of an image, with complex weights
-GlobalFilter(x=(2, 4, 4, 3)) has [5], scales=10
+GlobalFilter(x=(2, 4, 4, 3)) has [5], scales=10, signs=5
     a=(3, 5), head=(5, 2), weight=[4, 3, 5, 2]
     y = torch.fft.rfft2(self.a(x), dim=(1, 2)) * torch.view_as_complex(self.weight)
     return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
 # Heads (h) in axes of the weights themselves, behind those of their units (d)
-EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36
+EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36
     embed=(5, 6), head=(6, 2), bias=[3, 4], q=[6, 3, 4], k=[6, 3, 4], v=[6, 3, 4], out=[3, 4, 6]
     x = self.embed(x)
     q, k, v = (torch.einsum("bti,idh->btdh", x, w) for w in (self.q, self.k, self.v))
@@ -372,7 +373,7 @@ EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36
     mixed = torch.einsum("bhts,bsdh->btdh", scores.softmax(-1), v)
     return self.head(torch.einsum("btdh,dhu->btu", mixed, self.out))
 # A linear layer whose outputs are viewed as ``[units, heads]``
-HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36
+HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36
     embed=(5, 6), qkv=(6, 36), out=(12, 6), head=(6, 2)
     b, t, _ = x.shape
     q, k, v = self.qkv(self.embed(x)).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
@@ -380,7 +381,7 @@ HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36
     return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
 # stream 6, experts' outputs 6, experts 4, 7 units in each; scales: 6 and 6, 28 linear halves against the way down
 # Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count
-StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40
+StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40, signs=40
     embed=(5, 6), router=(6, 4), head=(6, 2), up=[4, 6, 14], bias=[4, 14], down=[4, 7, 6]
     tokens = self.embed(x).flatten(0, 1)
     gates = self.router(tokens).softmax(-1)
@@ -392,14 +393,14 @@ StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40
     return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
 # scales: 12 of the values; 4 between queries and pooling, and 4 between pooling and keys, all heads alike
 # Queries are pooled by a depthwise convolution over samples and heads that are one axis (as in MViT)
-PooledHeads(x=(2, 4, 5)) has [3, 4, (3, 4)], scales=20
+PooledHeads(x=(2, 4, 5)) has [3, 4, (3, 4)], scales=20, signs=20
     qkv=(5, 36), pool=nn.Conv2d(4, 4, 3, padding=1, groups=4), out=(12, 2)
     b, t, _ = x.shape
     q, k, v = self.qkv(x).reshape(b, t, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
     q = self.pool(q.reshape(b * 3, 2, 2, 4).permute(0, 3, 1, 2)).reshape(b, 3, 4, t).transpose(2, 3)
     return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, 12))
 # Cosine attention, whose keys' bias is overwritten with zeros (as in Swin V2)
-OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=6
+OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=6, signs=24
     qkv=(5, 36), out=(12, 2)
     b, t, _ = x.shape
     bias = self.qkv.bias.clone()
@@ -411,9 +412,10 @@ OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=
 
 
 def case(entry: Entry) -> Case:
-    def counted(permutations: list[Any], scales: int = 0, normalizations: int = 0) -> Case:
+    def counted(permutations: list[Any], scales: int = 0, normalizations: int = 0, signs: int = 0) -> Case:
         shapes = [(p,) if isinstance(p, int) else p for p in permutations]
-        return Case(entry.name, entry.build, lambda: entry.inputs(7, torch.float64), shapes, scales, normalizations)
+        counts = scales, normalizations, signs
+        return Case(entry.name, entry.build, lambda: entry.inputs(7, torch.float64), shapes, *counts)
 
     return eval(f"counted({entry.words.removeprefix('has ')})")
 

@@ -1,6 +1,6 @@
 """An independent oracle: do the claimed symmetries keep the function of a network?
 
-It uses nothing of the library but the action (``apply_permutation`` and ``apply_scale``) and the list of groups: random
+It uses nothing of the library but the action (``apply_permutation`` and its like) and the list of groups: random
 weights, float64, noise, epsilons and the comparison of outputs are its own, so that a mistake which discovery and
 verification share does not stay hidden. Every output entry is compared on its own scale (its largest magnitude over the
 weights that were drawn), with what weights that differ by 1e-13 make of it allowed; groups are moved alone, in random
@@ -72,6 +72,7 @@ def judge(
         attempt(permutations[(0, -4, -8)[number] :], tus.apply_permutation, reference)
         if number == 1:
             continue
+        attempt(_signs(list(graph.signs), generator), tus.apply_signs, reference)
         exact = [g for g in (*graph.scales, *graph.normalizations) if g.exact]
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
         attempt(_scales(exact, generator), tus.apply_scale, reference)
@@ -125,6 +126,19 @@ def _scales(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str
             subset = [g for g in groups if torch.rand((), generator=generator) < 0.5]
             yield f"factors of {[g.name for g in subset]}", {g.name: drawn(g) for g in subset}
         yield "factors of all groups", {g.name: drawn(g) for g in groups}
+
+
+def _signs(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def drawn(group: Any) -> Tensor:
+        return 1 - 2 * torch.randint(2, (group.size,), generator=generator)
+
+    for group in _some(groups, 16, generator):
+        one = torch.ones(group.size, dtype=torch.int64)
+        one[int(torch.randint(group.size, (), generator=generator))] = -1
+        yield f"sign in {group.name!r}", {group.name: one}
+        yield f"signs of {group.name!r}", {group.name: drawn(group)}
+    if groups:
+        yield "signs of all groups", {g.name: drawn(g) for g in groups}
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -73,6 +73,10 @@ def spoiled(kind: str, good: Mapping[str, Tensor]) -> State:
 ONE: dict[str, Callable[[State], Any]] = {
     "apply_permutation": lambda s: tus.apply_permutation(graph(), tus.random_permutation(graph()), s),
     "apply_scale": lambda s: tus.apply_scale(graph(), tus.random_scale(graph()), s),
+    "apply_signs": lambda s: tus.apply_signs(graph(), tus.random_signs(graph()), s),
+    "apply_signed": lambda s: tus.apply_signed(graph(), tus.SignedPermutation({}, {}), s),
+    "signed_matching reference": lambda s: tus.signed_matching(graph(), s, state(1)),
+    "signed_matching": lambda s: tus.signed_matching(graph(), state(1), s),
     "weight_matching reference": lambda s: tus.weight_matching(graph(), s, state(1)),
     "weight_matching": lambda s: tus.weight_matching(graph(), state(1), s),
     "activation_matching reference": lambda s: tus.activation_matching(graph(), MODEL, s, state(1), loader()),

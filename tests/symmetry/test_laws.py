@@ -16,7 +16,7 @@ from zoo import discovered, every_case, named, outputs, relative, small, weights
 import tu_symmetry as tus
 from tu_symmetry.symmetry import action
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
-from tu_symmetry.symmetry.groups import PermutationGroup
+from tu_symmetry.symmetry.groups import PermutationGroup, SignGroup
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -26,6 +26,7 @@ def test_groups_are_those_counted_by_hand(case: Case) -> None:
     assert sorted(g.shape for g in graph.permutations) == sorted(case.permutations)
     assert sum(g.size for g in graph.scales) == case.scales
     assert sum(g.size for g in graph.normalizations) == case.normalizations
+    assert sum(g.size for g in graph.signs) == case.signs
 
 
 @pytest.mark.sampled(6)
@@ -52,6 +53,9 @@ def test_every_group_moves_something_and_keeps_the_function(case: Case) -> None:
         if isinstance(group, PermutationGroup):
             element = {group.name: torch.arange(group.size).roll(1).expand(group.shape).clone()}
             moved, allowed = tus.apply_permutation(graph, element, state), 1e-9
+        elif isinstance(group, SignGroup):
+            element = {group.name: torch.where(torch.arange(group.size) % 2 == 0, -1, 1)}
+            moved, allowed = tus.apply_signs(graph, element, state), 1e-9
         else:
             element = {group.name: torch.linspace(-0.5, 0.7, group.size, dtype=torch.float64)}
             moved, allowed = tus.apply_scale(graph, element, state), 1e-9 if group.exact else 1e-3

@@ -86,7 +86,8 @@ def signed_matching(
     return Matching(element.permutation, objective, sweeps, converged, before, after, (), element.signs)
 
 
-Sign = int | tuple[int, ...]  # one that all units of a group share, by its number, or one that each of them owns
+Own = tuple[int, ...]  # the numbers of signs of which each unit of a group has one
+Sign = int | Own  # or of one that all units share
 
 
 class _Grams:
@@ -101,22 +102,23 @@ class _Grams:
             return gram * math.prod(shared.get(sign, 1) for sign in key if isinstance(sign, int))
 
         plain = like.clone()
-        own: list[tuple[set[Sign], Tensor]] = []
+        own: list[tuple[frozenset[Own], Tensor]] = []
         for key, gram in parts.items():
-            signs = {sign for sign in key if not isinstance(sign, int)}
+            signs = frozenset(sign for sign in key if not isinstance(sign, int))
             if signs:
                 own.append((signs, turned(key, gram)))
             else:
                 plain += turned(key, gram)
-        hubs: list[Sign] = []
+        hubs: list[Own] = []
         while crowded := [sign for signs, _ in own if len(signs - set(hubs)) > 1 for sign in signs - set(hubs)]:
             hubs.append(max(crowded, key=crowded.count))
         self.hubs, self.choices = hubs, list(itertools.product((1, -1), repeat=min(len(hubs), _MOST_SHARED)))
-        self.leaves: list[dict[Sign, Tensor]] = []
+        self.leaves: list[dict[Own, Tensor]] = []
         totals = []
         for choice in self.choices:
             held = dict(zip(hubs, choice, strict=False))
-            total, leaves = plain.clone(), {}
+            total = plain.clone()
+            leaves: dict[Own, Tensor] = {}
             for signs, gram in own:
                 gram = gram * math.prod(held.get(sign, 1) for sign in signs if sign in hubs)
                 free = [sign for sign in signs if sign not in hubs]
@@ -136,9 +138,9 @@ class _Grams:
         found: dict[int, int] = {}
         for row, (at, choice) in enumerate(zip(source.tolist(), chosen, strict=True)):
             for hub, sign in zip(self.hubs, self.choices[choice], strict=False):
-                found[hub[row]] = sign  # type: ignore[index]
+                found[hub[row]] = sign
             for leaf, gram in self.leaves[choice].items():
-                found[leaf[row]] = -1 if gram[row, at] < 0 else 1  # type: ignore[index]
+                found[leaf[row]] = -1 if gram[row, at] < 0 else 1
         return found
 
 

@@ -14,7 +14,7 @@ from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import Pin, ScaleGroup, SignGroup
+from tu_symmetry.symmetry.groups import Group, Pin, ScaleGroup, SignGroup
 from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
@@ -128,14 +128,13 @@ def discover_symmetries(
     graph, ledger, nestings = _best(read)
     signs, sign_terms = sign_groups(walk(nestings, signs=True), list(aliases), shapes, buffers)
     graph = replace(graph, signs=signs, sign_terms=sign_terms)
-    return graph._without(
-        {
-            group: "rescales what the example inputs do not read"
-            for group in (*graph.scales, *graph.normalizations, *graph.signs)
-            if {m.parameter for m in group.members if not m.buffer} <= ledger.partly
-            or any(_could_meet(group, shapes, shapes[name]) for name in unreached)
-        }
-    )
+    reasons: dict[Group, str] = {}
+    rescaled: tuple[ScaleGroup | SignGroup, ...] = (*graph.scales, *graph.normalizations, *graph.signs)
+    for group in rescaled:
+        own = {m.parameter for m in group.members if not m.buffer}
+        if own <= ledger.partly or any(_could_meet(group, shapes, shapes[name]) for name in unreached):
+            reasons[group] = "rescales what the example inputs do not read"
+    return graph._without(reasons)
 
 
 def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[SymmetryGraph, Ledger, Nestings]:

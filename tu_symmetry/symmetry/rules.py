@@ -59,10 +59,10 @@ def register_rule(
             tensor; a rule with ``"read"`` looks at ``Value.points``.
         traits: what else is known of the operators, see ``TRAIT_NAMES``; what is not said is not relied on.
         signs: what becomes of factors -1 of entries. ``"follow"``: what the rule says of positive factors holds for
-            them too, as it does of linear operators; ``"odd"``: f(-x) = -f(x), entry by entry; ``"even"``: f(-x) = f(x);
-            ``"positive"``: the demands of ``"follow"``, and a result that never changes its sign (a deviation). By
-            default no entry that the operator reads may change its sign, unless it ``"moves"`` or ``"spreads"``: then
-            they follow. A function tells it for each call.
+            them too, as it does of linear operators; ``"odd"``: f(-x) = -f(x), entry by entry; ``"even"``: f(-x) =
+            f(x); ``"positive"``: the demands of ``"follow"``, and a result that never changes its sign (a deviation).
+            By default no entry that the operator reads may change its sign, unless the operator ``"moves"``,
+            ``"picks"`` or ``"spreads"``: then signs follow. A function tells it for each call.
 
     Raises:
         ValueError: for a trait that does not exist.
@@ -79,7 +79,7 @@ def register_rule(
         for operator in " ".join(operators).split():
             name = operator if "." in operator else f"aten.{operator}"
             RULES[name], POSITIONS[name], TRAITS[name] = rule, positions, frozenset(traits)
-            PARITIES[name] = signs or ("follow" if {"moves", "spreads"} & set(traits) else "pin")
+            PARITIES[name] = signs or ("follow" if {"moves", "picks", "spreads"} & set(traits) else "pin")
         return rule
 
     return add

@@ -38,12 +38,12 @@ def picked(constant: object, size: int) -> np.ndarray | None:
     return positions if len(np.unique(positions)) == len(positions) else None
 
 
-@register_rule("embedding", positions="read", traits=("picks",), signs="follow")
+@register_rule("embedding", positions="read", traits=("picks",))
 def _embedding(call: Call) -> Value:
     return _look_up(call, call["weight"], 0, call["indices"], call.constants.get("indices"), "rows are looked up")
 
 
-@register_rule("index_select", positions="read", traits=("picks",), signs="follow")
+@register_rule("index_select", positions="read", traits=("picks",))
 def _index_select(call: Call) -> Value:
     return _look_up(call, call["self"], call.axis(), call["index"], call.constants.get("index"), "indexed")
 
@@ -61,7 +61,7 @@ def _look_up(call: Call, value: Value, axis: int, index: Value, constant: object
     return laid
 
 
-@register_rule("index", "_unsafe_index", positions="read", traits=("picks",), signs="follow")
+@register_rule("index", "_unsafe_index", positions="read", traits=("picks",))
 def _index(call: Call) -> Value:
     value: Value = call["self"]
     indices = list(call["indices"])
@@ -101,7 +101,7 @@ def joined(call: Call, values: list[Value], axis: int, label: Label, reason: str
     return replace(found, shape=call.shape).with_axis(axis, label=label, reason=reason)
 
 
-@register_rule("gather", "take_along_dim", positions="read", traits=("picks",), signs="follow")
+@register_rule("gather", "take_along_dim", positions="read", traits=("picks",))
 def _gather(call: Call) -> Value:
     value, index = call["self"], call.get("index", call.get("indices"))
     if call.get("dim") is None:

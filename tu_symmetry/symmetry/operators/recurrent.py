@@ -141,7 +141,7 @@ def _final(call: Call, position: int, states: list[Value], batch: Samples) -> Va
 
 
 def _tied_state(call: Call, state: Value, cell: Value, batch: Samples) -> Samples:
-    """Tie an initial state ``[samples, hidden]``, or ``[hidden]``, which scales as a cell; the samples to go on with."""
+    """Tie an initial state, ``[samples, hidden]`` or ``[hidden]``, to a cell; the samples to go on with."""
     ledger = call.ledger
     if not state.zero:
         ledger.equate(state.scale, tuple((c, along(v, state.ndim - 1, state.ndim)) for c, v in cell.scale))
