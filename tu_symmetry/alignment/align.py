@@ -121,11 +121,11 @@ def align(
         )
     if not {"permutations"} <= set(over) <= set(get_args(Over)):
         raise ValueError(f"over={over!r}: pass ('permutations',) or ('permutations', 'signs')")
+    if "signs" in over and match_on != "weights":
+        raise ValueError("signs are matched by weights; leave out match_on, or leave the signs out of over=")
     match = _matcher(graph, reference, match_on, solver, similarity, model, dataloader)
     descend: Descend | None = None
     if "signs" in over:
-        if match_on != "weights":
-            raise ValueError("over= signs matches by weights; leave match_on as it is")
         match = partial(signed_matching, graph, solver=solver)
         descend = lambda target, member, init: signed_matching(graph, target, member, init=init)  # noqa: E731
     graph.require_verified()

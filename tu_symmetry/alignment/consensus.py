@@ -145,7 +145,8 @@ def _consensus(
         own = signed_tensors(graph, held[k], state)
         others = mean_of_others(state, own, count - 1)
         now = descend(others, state, held[k]).element
-        if all(torch.equal(a[name], b[name]) for a, b in zip(now, held[k], strict=True) for name in a):
+        stays = all(torch.equal(p, held[k].permutation[name]) for name, p in now.permutation.items())
+        if stays and all(bool((s == held[k].signs.get(name, 1)).all()) for name, s in now.signs.items()):
             return False
         held[k] = now
         enter(total, signed_tensors(graph, now, state), own)

@@ -37,6 +37,8 @@ def _affine(call: Call, value: Value, axes: Sequence[int]) -> Value:
         value = replace(value, labels=tuple(labels))
         if name == "weight":
             value = replace(value, scale=(*value.scale, *laid.scale))
+            if ledger.signs and value.scale:
+                value = replace(value, scale=((1.0, views.single(ledger, value)),))
         else:
             ledger.equate(laid.scale, value.scale)
     return value
