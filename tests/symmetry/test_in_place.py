@@ -10,11 +10,11 @@ from cases import CASES, Case
 from torch import Tensor, nn
 
 import tu_symmetry as tus
-from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
-from tu_symmetry.symmetry.in_place import permute_in_place, scale_in_place
+from tu_symmetry.symmetry.action import permute_tensors, scale_tensors, sign_tensors
+from tu_symmetry.symmetry.in_place import permute_in_place, scale_in_place, sign_in_place
 
-NAMES = ("mlp_relu", "resnet_batchnorm", "BlocksInBlocks", "transformer_fused", "TiedAutoencoder", "weight_norm",
-         "unet_add")  # fmt: skip
+NAMES = ("mlp_relu", "TinyLlama", "resnet_batchnorm", "BlocksInBlocks", "transformer_fused", "TiedAutoencoder",
+         "weight_norm", "unet_add")  # fmt: skip
 SOME = [c for c in CASES if c.name in NAMES]
 
 
@@ -28,7 +28,7 @@ def backward(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [o.detach() for o in outputs]
 
 
-@pytest.mark.parametrize("kind", ["permutation", "scale"])
+@pytest.mark.parametrize("kind", ["permutation", "scale", "signs"])
 @pytest.mark.parametrize("case", SOME, ids=lambda c: c.name)
 def test_function_gradients_and_averages_follow(case: Case, kind: str) -> None:
     torch.manual_seed(0)
@@ -46,6 +46,10 @@ def test_function_gradients_and_averages_follow(case: Case, kind: str) -> None:
         p = tus.random_permutation(graph, generator=generator)
         permute_in_place(graph, p, model, mirrors=[average])
         expected = [permute_tensors(graph, p, t) for t in (weights, averages, gradients)]
+    elif kind == "signs":
+        signs = tus.random_signs(graph, generator=generator)
+        sign_in_place(graph, signs, model, mirrors=[average])
+        expected = [sign_tensors(graph, signs, t) for t in (weights, averages, gradients)]
     else:
         s = tus.random_scale(graph, generator=generator)
         scale_in_place(graph, s, model, mirrors=[average])
@@ -84,3 +88,28 @@ def test_nothing_is_changed_where_a_module_cannot_follow(kind: str) -> None:
             scale_in_place(graph, {"0": torch.full((5,), 3.0)}, model, mirrors=[other])
     for module, state in zip((model, other), before, strict=True):
         assert all(torch.equal(t, state[n]) for n, t in module.state_dict().items())
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "RMSprop", "Adagrad"])
+def test_a_step_after_a_change_of_signs_is_the_moved_step(optimizer: str) -> None:
+    options = {"SGD": {"momentum": 0.9}, "AdamW": {"amsgrad": True}, "RMSprop": {"momentum": 0.9}}.get(optimizer, {})
+    case = next(c for c in CASES if c.name == "TinyLlama")
+    torch.manual_seed(0)
+    model, inputs = case.build().double(), case.inputs()
+    graph = tus.discover_symmetries(model, inputs)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype))
+    twin = copy.deepcopy(model)
+    pair = [(m, getattr(torch.optim, optimizer)(m.parameters(), lr=0.01, **options)) for m in (model, twin)]
+    signs = tus.random_signs(graph, generator=generator)
+    for step in range(4):
+        for network, stepping in pair:
+            backward(network, inputs)
+            stepping.step()
+        if step == 1:
+            sign_in_place(graph, signs, twin, optimizers=[pair[1][1]])
+    expected = tus.apply_signs(graph, signs, model.state_dict())
+    for name, tensor in twin.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-8, atol=1e-10)

@@ -119,8 +119,7 @@ def align(
             f"aligning needs at least two networks, got {len(members)}; to align one network to another, pass the "
             "other as reference=state"
         )
-    if not {"permutations"} <= set(over) <= set(get_args(Over)):
-        raise ValueError(f"over={over!r}: pass ('permutations',) or ('permutations', 'signs')")
+    over = check_over(over)
     if "signs" in over and match_on != "weights":
         raise ValueError("signs are matched by weights; leave out match_on, or leave the signs out of over=")
     match = _matcher(graph, reference, match_on, solver, similarity, model, dataloader)
@@ -188,6 +187,13 @@ def _matcher(
         raise ValueError("match_on='activations' needs model= and dataloader=: units are matched by what they compute")
     data = reusable(dataloader)
     return lambda target, member: activation_matching(graph, model, target, member, data, similarity=similarity)
+
+
+def check_over(over: Sequence[Over]) -> tuple[Over, ...]:
+    """Raise a ValueError unless these are symmetries that networks can be aligned over."""
+    if isinstance(over, str) or not {"permutations"} <= set(over) <= set(get_args(Over)):
+        raise ValueError(f"over={over!r}: pass ('permutations',) or ('permutations', 'signs')")
+    return tuple(over)
 
 
 def certified(found: Iterable[tuple[Certificate | None, str]]) -> tuple[list[Certificate], str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Literal
 
@@ -11,15 +11,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.align import align
+from tu_symmetry.alignment.align import Over, align, check_over
 from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.members import ModuleSource, copy_of, detached_state
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.action import apply_permutation
-from tu_symmetry.symmetry.elements import Permutation, identity_permutation
+from tu_symmetry.symmetry.action import apply_signed
+from tu_symmetry.symmetry.elements import Permutation, SignedPermutation, Signs, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.in_place import permute_in_place
+from tu_symmetry.symmetry.in_place import permute_in_place, sign_in_place
 
 
 class Rebasin(SymmetryCallback):
@@ -46,21 +46,30 @@ class Rebasin(SymmetryCallback):
     Args:
         members: where the members are: an attribute path (``"model.core_models"``) or a callable of the
             LightningModule. Default: the ``core_models`` of TorchUncertainty's deep ensembles.
+        over: ``("permutations",)``, or ``("permutations", "signs")`` to turn the signs of units too
+            (:func:`~tu_symmetry.align`); ``rebasin/sign_changes_i`` then counts the units that turn.
         barrier_loader: ``"val"`` for loss barriers on the trainer's validation loader; None for no barriers.
         **common: the schedule, ``in_place`` and ``graph`` of :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
     Attributes:
         history: one record for each alignment: epoch, step, and lists over the aligned members; in the checkpoint.
         permutations: member index to the permutation of the last alignment.
+        signs: member index to its signs.
     """
 
     least_networks = 2
     prefix = "rebasin"
 
     def __init__(
-        self, members: ModuleSource | None = None, *, barrier_loader: Literal["val"] | None = None, **common: Any
+        self,
+        members: ModuleSource | None = None,
+        *,
+        over: Sequence[Over] = ("permutations",),
+        barrier_loader: Literal["val"] | None = None,
+        **common: Any,
     ) -> None:
         super().__init__(members, **common)
+        self.over = check_over(over)
         if barrier_loader not in (None, "val"):
             raise ValueError(f"barrier_loader must be 'val' or None, got {barrier_loader!r}")
         self.barrier_loader = barrier_loader
@@ -69,6 +78,7 @@ class Rebasin(SymmetryCallback):
         """Drop what earlier runs left."""
         super().forget()
         self.permutations: dict[int, Permutation] = {}
+        self.signs: dict[int, Signs] = {}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check everything that can be checked before the first step."""
@@ -101,24 +111,27 @@ class Rebasin(SymmetryCallback):
         graph = self.known_graph()
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
             states = [detached_state(m) for m in members]
-            permutations, found = self.on_rank_zero(trainer, lambda: self._align(graph, states))
-            self.permutations = dict(enumerate(permutations, start=1))
+            elements, found = self.on_rank_zero(trainer, lambda: self._align(graph, states))
+            self.permutations = {i: permutation for i, (permutation, _) in enumerate(elements, start=1)}
+            self.signs = {i: signs for i, (_, signs) in enumerate(elements, start=1)}
             record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step} | found
             if self.barrier_loader is not None:
                 record |= self._barriers(trainer, pl_module, graph, members[0], states)
             if self.in_place:
                 self._leave(record, identity_permutation(graph))
                 for i, permutation in self.permutations.items():
-                    permute_in_place(graph, permutation, members[i], **self.followers(trainer, pl_module, members[i]))
+                    followers = self.followers(trainer, pl_module, members[i])
+                    permute_in_place(graph, permutation, members[i], **followers)
+                    sign_in_place(graph, self.signs[i], members[i], **followers)
         self.history.append(record)
         self.log_record(trainer, pl_module, record, hook, first=1)
 
     def _align(
         self, graph: SymmetryGraph, states: list[dict[str, Tensor]]
-    ) -> tuple[list[Permutation], dict[str, list[float]]]:
-        """Permutations of all but the first, on the CPU, and what is recorded of them."""
+    ) -> tuple[list[tuple[Permutation, Signs]], dict[str, list[float]]]:
+        """Permutations and signs of all but the first, on the CPU, and what is recorded of them."""
         first, *moving = ({name: _widened(t) for name, t in s.items()} for s in states)
-        alignment = align(graph, moving, reference=first)
+        alignment = align(graph, moving, reference=first, over=self.over)
         if alignment.uncertified:
             self.say_uncertified(alignment.uncertified)
         record: dict[str, Any] = {
@@ -126,18 +139,21 @@ class Rebasin(SymmetryCallback):
             "distance_before": alignment.distances_before,
             "distance_after": alignment.distances_after,
         }
+        if "signs" in self.over:
+            record["sign_changes"] = alignment.sign_changes
         if alignment.certificates:
             record["output_change"] = [certificate.change for certificate in alignment.certificates]
-        return [{n: t.cpu() for n, t in p.items()} for p in alignment.permutations], record
+        elements = zip(alignment.permutations, alignment.signs, strict=True)
+        return [({n: t.cpu() for n, t in p.items()}, signs) for p, signs in elements], record
 
     def _leave(self, record: dict[str, Any], identity: Permutation) -> None:
         """Leave the members as they are whose barriers would rise."""
         barriers = zip(record.get("barrier_before", ()), record.get("barrier_after", ()), strict=True)
         for i in [i for i, (before, after) in enumerate(barriers) if after > before]:
-            self.permutations[i + 1] = identity
+            self.permutations[i + 1], self.signs[i + 1] = identity, {}
             for key in ("distance", "barrier"):
                 record[f"{key}_after"][i] = record[f"{key}_before"][i]
-            for key in {"NoT", "output_change"} & record.keys():
+            for key in {"NoT", "sign_changes", "output_change"} & record.keys():
                 record[key][i] = 0
 
     def _barriers(
@@ -151,7 +167,8 @@ class Rebasin(SymmetryCallback):
         copied, loss, batches = copy_of(member), pl_module.loss, _Batches(trainer)
         curves = []
         for i, permutation in self.permutations.items():
-            for state in (states[i], apply_permutation(graph, permutation, states[i])):
+            element = SignedPermutation(permutation, self.signs[i])
+            for state in (states[i], apply_signed(graph, element, states[i])):
                 curves.append(loss_barrier(copied, states[0], state, batches, loss).losses)  # type: ignore[arg-type]
         losses = torch.tensor(curves, dtype=torch.float64, device="cpu")
         if trainer.world_size > 1:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.action import permute_tensors, require_range, scale_tensors
-from tu_symmetry.symmetry.elements import LogScale, Permutation
+from tu_symmetry.symmetry.action import permute_tensors, require_range, scale_tensors, sign_tensors
+from tu_symmetry.symmetry.elements import LogScale, Permutation, Signs
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 if TYPE_CHECKING:
@@ -54,16 +54,25 @@ def scale_in_place(
         _move_all(graph, network, followers, None, log_scale)
 
 
+def sign_in_place(graph: SymmetryGraph, signs: Signs, network: nn.Module, **followers: Unpack[Followers]) -> None:
+    """Turn the signs of a network, with its gradients, and its training trajectory; errors as before."""
+    if any(bool((s < 0).any()) for s in signs.values()):
+        _move_all(graph, network, followers, None, None, signs)
+
+
 def _moved(
     graph: SymmetryGraph,
     tensors: Mapping[str, Tensor],
     power: float,
     permutation: Mapping[str, Tensor] | None,
     log_scale: LogScale | None,
+    signs: Signs | None,
 ) -> Mapping[str, Tensor]:
-    """Tensors that are multiplied by the ``power`` of the factors."""
+    """Tensors that are multiplied by the ``power`` of the factors, and of the signs."""
     if permutation is not None:
         tensors = permute_tensors(graph, permutation, tensors)
+    if signs is not None and power % 2:
+        tensors = sign_tensors(graph, signs, tensors)
     return tensors if log_scale is None else scale_tensors(graph, log_scale, tensors, power=power)
 
 
@@ -74,13 +83,14 @@ def _move_all(
     followers: Followers,
     permutation: Permutation | None,
     log_scale: LogScale | None,
+    signs: Signs | None = None,
 ) -> None:
     """Check everything, then move modules with their gradients, SWAG statistics, and the network's optimizers."""
     modules = [network, *followers.get("mirrors", ())]
     optimizers = followers.get("optimizers", [])
     names = {id(p): name for name, p in network.named_parameters()}
     for optimizer in optimizers:
-        list(_that_follow(optimizer, names, rescaled=log_scale is not None))
+        list(_that_follow(optimizer, names, permuted=permutation is not None, rescaled=log_scale is not None))
     graph.require_verified()
     states = [{name: tensor.detach() for name, tensor in module.state_dict().items()} for module in modules]
     for module, state in zip(modules, states, strict=True):
@@ -90,7 +100,7 @@ def _move_all(
     for module, state in zip(modules, states, strict=True):
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
         for held, power in ((state, 1.0), (gradients, -1.0)):
-            for name, tensor in _moved(graph, held, power, permutation, log_scale).items():
+            for name, tensor in _moved(graph, held, power, permutation, log_scale, signs).items():
                 if tensor is not held[name]:
                     held[name].copy_(tensor)
     for statistics, prefix in followers.get("swag", ()):
@@ -100,10 +110,10 @@ def _move_all(
             for name, key in keys.items():  # moments are [*shape], deviations are flattened: [models, numel]
                 shape, statistic = graph.shapes[name], statistics[key]
                 tensors[name] = statistic.reshape(statistic.numel() // math.prod(shape), *shape)
-            for name, tensor in _moved(graph, tensors, power, permutation, log_scale).items():
+            for name, tensor in _moved(graph, tensors, power, permutation, log_scale, signs).items():
                 statistics[keys[name]] = tensor.reshape(statistics[keys[name]].shape)
     for optimizer in optimizers:
-        move_optimizer_state(graph, optimizer, names, permutation=permutation, log_scale=log_scale)
+        move_optimizer_state(graph, optimizer, names, permutation=permutation, log_scale=log_scale, signs=signs)
 
 
 def move_optimizer_state(
@@ -113,10 +123,11 @@ def move_optimizer_state(
     *,
     permutation: Mapping[str, Tensor] | None = None,
     log_scale: LogScale | None = None,
+    signs: Signs | None = None,
 ) -> None:
-    """Move an optimizer's per-parameter state along with weights that were permuted or rescaled (in place).
+    """Move an optimizer's per-parameter state along with weights that were permuted, rescaled or turned (in place).
 
-    After a permutation the next training step is exactly the permuted step. After a rescaling by factors ``c``
+    After a permutation, and after signs, which gradients and momenta follow and second moments do not, the next training step is exactly the moved step. After a rescaling by factors ``c``
     gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the trajectory is another one. ``names``
     maps ``id(parameter)`` to the parameter's name in the graph.
 
@@ -124,13 +135,14 @@ def move_optimizer_state(
         SymmetryError: before anything is changed, if some state is neither a scalar nor of its parameter's shape (as
             Adafactor's), or it is not known how it scales.
     """
-    for name, key, value in list(_that_follow(optimizer, names, rescaled=log_scale is not None)):
+    kinds = {"permuted": permutation is not None, "rescaled": log_scale is not None}
+    for name, key, value in list(_that_follow(optimizer, names, **kinds)):
         power = -2.0 if key in _LIKE_SQUARES else -1.0
-        value.copy_(_moved(graph, {name: value}, power, permutation, log_scale)[name])
+        value.copy_(_moved(graph, {name: value}, power, permutation, log_scale, signs)[name])
 
 
 def _that_follow(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, rescaled: bool
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], *, permuted: bool, rescaled: bool
 ) -> Iterator[tuple[str, str, Tensor]]:
     """What an optimizer keeps for each entry of a named parameter: the name, what it is, the tensor."""
     for parameter, state in optimizer.state.items():
@@ -141,14 +153,14 @@ def _that_follow(
             listed = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
             if not listed and (not isinstance(value, Tensor) or value.ndim == 0):
                 continue
-            if not rescaled and not listed and value.numel() == 1 != parameter.numel():
+            if permuted and not listed and value.numel() == 1 != parameter.numel():
                 continue
-            preconditioned = key == "momentum_buffer" and "square_avg" in state
+            preconditioned = rescaled and key == "momentum_buffer" and "square_avg" in state
             known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
-            if listed or value.shape != parameter.shape or (rescaled and not known):
+            if listed or value.shape != parameter.shape or not (permuted or known):
                 raise SymmetryError(
                     f"{type(optimizer).__name__} keeps {key!r} for {name!r}, and how that follows a "
-                    f"{'rescaling' if rescaled else 'permutation'} is not known; use in_place=False, or train with an "
+                    f"{'rescaling' if rescaled else 'permutation' if permuted else 'change of sign'} is not known; use in_place=False, or train with an "
                     "optimizer with elementwise state (SGD, Adam and their kin)"
                 )
             yield name, key, value
