@@ -1,4 +1,4 @@
-"""The report of Table 1 and Figure 5 of arXiv 2401.00611: ours and theirs, and the figures."""
+"""The report of Table 1 and Figures 2 and 5 of arXiv 2401.00611: ours and theirs, and the figures."""
 
 from __future__ import annotations
 
@@ -54,6 +54,8 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     page.figure("sigma", draw_sigmas, runs, title=title, alt="standard deviations")
     page.figure("pruning", draw_pruning, pruned, title="Accuracy against pruning level", after=kept)
     page.figure("interpolation", draw_interpolation, paths, title="Loss along the interpolation", after=shaded)
+    title = "Losses along the training of the ensemble"
+    page.figure("dynamics", draw_dynamics, paths["dynamics"], title=title, after=shaded)
     return page.done()
 
 
@@ -76,7 +78,7 @@ def main_table(found: Found, paper: Found, title: str) -> Grid:
 
 def rival_table(found: Found) -> Grid:
     """The posteriors beside all networks that they were fitted to, one of them, and the same with noise."""
-    words = {"sample": "all networks", "member": "one member", "noise": "one member with noise"}
+    words = {"sample": "all networks", "member": "one member", "noise": "one member with noise", "low_rank": "low rank"}
     rows = {}
     for column in found["rows"]["storage"]:
         source, _, kind = column.partition("/")
@@ -86,7 +88,10 @@ def rival_table(found: Found) -> Grid:
         header: lambda column, key=key: f"{found['rows'][key][column]:{'d' if key == 'storage' else '.4f'}}"
         for key, header in shown.items()
     }
-    caption = "agreement and TV: with HMC; noise: isotropic, of q_r's rms σ; NLL in nats; storage in networks"
+    caption = (
+        "agreement and TV: with HMC; noise: isotropic, of q_r's rms σ; low rank: with the "
+        "covariance of q_r's networks along its main directions; NLL in nats; storage in networks"
+    )
     return table("Beside what takes one line", dict(sorted(rows.items())), cells, caption)
 
 
@@ -151,6 +156,18 @@ def draw_interpolation(path: Path, found: Found) -> None:
         for ax, (source, title) in zip(axes, titles.items(), strict=True):
             lines = {f"{when} alignment": found[f"{source}/{when}"] for when in ("before", "after")}
             plots.interpolation(ax, found["ratios"], lines, ylabel="training loss (nats)", title=title)
+
+
+def draw_dynamics(path: Path, found: Found) -> None:
+    """Losses of both networks and of the one in the middle along the training (arXiv 2401.00611, Figure 2)."""
+    lines = {"W_0": ("$W_0$", plots.ORANGE), "W_1": ("$W_1$", plots.GREEN)}
+    lines |= {"before": ("$W_{1/2}$, before matching", plots.GRAY), "after": ("$W_{1/2}$, after matching", plots.BLUE)}
+    with plots.figure(path, 2) as axes:
+        for ax, part in zip(axes, ("training", "test"), strict=True):
+            for name, (label, color) in lines.items():
+                plots.band(ax, found["steps"], found[part][name], color, label)
+            ax.set(title=f"{part.capitalize()} loss", xlabel="optimizer steps", ylabel="loss (nats)", xscale="log")
+            ax.legend(loc="best")
 
 
 def draw_pruning(path: Path, found: Found) -> None:
