@@ -367,7 +367,7 @@ def sample_low_rank(
     rank: int | None = None,
     generator: torch.Generator | None = None,
 ) -> State:
-    """Draw a stack ``[num_samples, ...]`` from the Gaussian with the covariance of the networks, not its diagonal alone.
+    """Draw a stack ``[num_samples, ...]`` from the Gaussian with the networks' covariance, not its diagonal alone.
 
     It is that of arXiv 2401.00611's code: with the thin SVD ``U S V^T`` of the centered stack of M networks, which
     :func:`tu_symmetry.align` has aligned, a draw is ``mean + sum_k z_k S_k V_k / sqrt(M - 1)`` over the first ``rank``

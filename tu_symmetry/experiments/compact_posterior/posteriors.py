@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -26,6 +28,7 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import evenly, sample_count, stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 
 COLUMNS = ("hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q")
@@ -147,7 +150,7 @@ def prune(
 
     A sigma of another method orders the units of *its* networks; so the means are first matched to the ensemble's mean
     by activation matching, and the masks move along. A random order of the weights is the control. ``keep`` are shares
-    of the weights, those of lowest sigma.
+    of the weights, those of lowest sigma. How near the three Gaussians are in weight space is said before and after.
     """
     study = PosteriorStudy(model, data, device, seed)
     columns = {"HMC": "hmc/q_r", "ensemble": "ensemble/q_r", "VI": "vi/q"}
@@ -181,9 +184,32 @@ def prune(
     half = min(range(len(keep)), key=lambda i: abs(keep[i] - 0.5))
     own, foreign_hmc = (curves[f"ensemble mean, {which}"][half] for which in ("own σ", "HMC's σ"))
     return Outcome(
-        {"keep": list(keep), "curves": curves},
+        {"keep": list(keep), "curves": curves, "weight_space": weight_space(study.graph, q, moves)},
         f"keeping {keep[half]:.0%}: ensemble mean {own:.3f} (own σ), {foreign_hmc:.3f} (HMC's σ)",
     )
+
+
+def weight_space(
+    graph: SymmetryGraph, q: Mapping[str, CompactPosterior], moves: Mapping[str, Permutation]
+) -> dict[str, dict[str, list[float]]]:
+    """How near Gaussians are to each other, each pair before and after ``moves``.
+
+    ``distance`` of the means is relative: ``|a - b| / sqrt(|a|^2 + |b|^2)``, 1 for orthogonal ones; ``order`` is
+    Spearman's rank correlation of the sigmas, ``scale`` the ratio of their rms, which no permutation changes.
+    """
+
+    def flat(name: str, permutation: Permutation, part: str) -> Tensor:
+        moved = permute_tensors(graph, permutation, getattr(q[name], part))
+        return torch.cat([moved[n].flatten() for n in q[name].std]).double().cpu()
+
+    found: dict[str, dict[str, list[float]]] = {}
+    for a, b in combinations(q, 2):
+        row = found[f"{a}, {b}"] = {"distance": [], "order": [], "scale": [q[a].rms() / q[b].rms()]}
+        for how in ({}, moves):
+            (x, s), (y, t) = ([flat(m, how.get(m, {}), part) for part in ("mean", "std")] for m in (a, b))
+            row["distance"].append(float((x - y).norm() / torch.hypot(x.norm(), y.norm())))
+            row["order"].append(float(spearmanr(s, t).statistic))
+    return found
 
 
 def interpolate(

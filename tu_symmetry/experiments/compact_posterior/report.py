@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -44,7 +45,7 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     page = Report(out, recipe)
     compared, pruned, paths = (Outcome.load(folder).results for folder in (comparison, pruning, interpolation))
     page.add(main_table(compared, page.table.paper, page.table.title), rival_table(compared))
-    page.add(alignment_table(runs, paths), chain_table(runs))
+    page.add(alignment_table(runs, paths), weight_space_table(pruned["weight_space"]), chain_table(runs))
     kept = (
         "Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are matched to "
         "the ensemble's mean first."
@@ -114,6 +115,17 @@ def alignment_table(runs: Runs, paths: Found) -> Grid:
     }
     caption = "random: mean NoT of a random permutation; barrier: excess of the training loss in nats, mean over pairs"
     return table("Alignments to the first network", rows, columns, caption)
+
+
+def weight_space_table(found: Found) -> Grid:
+    """How near HMC, ensemble and VI lie to each other, before and after their means are matched to the ensemble's."""
+    columns: dict[str, Callable[[Found], str]] = {
+        "distance of means": lambda row: " → ".join(f"{v:.3f}" for v in row["distance"]),
+        "rank correlation of σ": lambda row: " → ".join(f"{v:.3f}" for v in row["order"]),
+        "ratio of rms σ": lambda row: f"{row['scale'][0]:.2f}",
+    }
+    caption = "q_r of HMC and of the ensemble, q of VI; distance: |a − b| / √(|a|² + |b|²), 1 for orthogonal means"
+    return table("In weight space, before and after matching", found, columns, caption)
 
 
 def chain_table(runs: Runs) -> Grid:
