@@ -70,11 +70,13 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
         assert all(v is None or 0 <= v <= 1 for v in found[row].values())
     assert set(found["mean_accuracy"]) == {"hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q"}
     for row in ("agreement", "tv", "accuracy", "nll", "storage"):
-        assert {f"{run}/{rival}" for run in ("hmc", "ensemble") for rival in ("member", "noise", "low_rank")} <= set(
-            found[row]
-        )
-    assert [found["storage"][f"ensemble/{c}"] for c in ("sample", "q_r", "member", "low_rank")] == [3, 2, 1, 3]
-    assert found["storage"]["hmc/low_rank"] == 21
+        assert {
+            f"{run}/{rival}"
+            for run in ("hmc", "ensemble")
+            for rival in ("member", "noise", "q_d, low rank", "q_r, low rank")
+        } <= set(found[row])
+    assert [found["storage"][f"ensemble/{c}"] for c in ("sample", "q_r", "member", "q_r, low rank")] == [3, 2, 1, 3]
+    assert found["storage"]["hmc/q_d, low rank"] == found["storage"]["hmc/as_many"] == 21
     assert "0.8249" in text and f"{found['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
     runs = Runs(out / "none", out / "ensemble", out / "vi")  # without the chain: the same numbers of what needs none
     model, data = MLP(64, 10, [8]), DigitsDataModule(train_size=150, test_size=60)
@@ -93,7 +95,7 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
 def test_digits_report(tiny: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = tiny
     text = (out / "report" / "report.md").read_text()
-    assert "acceptance rate" in text and "0.8249" in text and "Ensemble: low rank" in text
+    assert "acceptance rate" in text and "0.8249" in text and "Ensemble: q_r, low rank" in text
     assert "| HMC, ensemble |" in text
     for name in ("sigma.png", "pruning.png", "interpolation.png", "dynamics.png"):
         assert name in text

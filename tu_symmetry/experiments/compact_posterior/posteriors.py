@@ -88,10 +88,10 @@ def compare(
     """Agreement with HMC, total variation to HMC, accuracy and NLL, for every column of Table 1 and for its rivals.
 
     These are one member alone, the first, and the same with isotropic noise of q_r's rms; and, as in the authors' code,
-    a Gaussian with the covariance of q_r's networks along its ``rank`` largest directions at most. Figures are means
-    over ``repeats`` predictives of ``num_samples`` draws each: draws from a wide q are poor networks, their predictive
-    varies from set to set, and more draws would flatter it. Without ``hmc``, what needs the chain is left out: its
-    columns, agreement and total variation.
+    Gaussians with the covariance of q_d's and q_r's networks along its ``rank`` largest directions at most, beside as
+    many of the networks as these have to store. Figures are means over ``repeats`` predictives of ``num_samples`` draws
+    each: draws from a wide q are poor networks, their predictive varies from set to set, and more draws would flatter
+    it. Without ``hmc``, what needs the chain is left out: its columns, agreement and total variation.
     """
     study = PosteriorStudy(model, data, device, seed)
     sources = ("hmc", "ensemble") if hmc else ("ensemble",)
@@ -110,10 +110,13 @@ def compare(
         count = posteriors[f"{source}/q_r"].metadata["networks"]
         fitted = [unstack(states)[i] for i in evenly(sample_count(states), count)]
         how: dict[str, Any] = {"match_on": "activations", "model": study.model, "dataloader": study.train}
-        aligned = align(study.graph, fitted, certify=False, **how).states
         directions = min(rank, count - 1)
-        networks[f"{source}/low_rank"] = 1 + directions  # and the mean
-        draws[f"{source}/low_rank"] = partial(sample_low_rank, aligned, study.graph, rank=directions)
+        for kind, used in (("q_d", fitted), ("q_r", align(study.graph, fitted, certify=False, **how).states)):
+            draws[f"{source}/{kind}, low rank"] = partial(sample_low_rank, used, study.graph, rank=directions)
+            networks[f"{source}/{kind}, low rank"] = 1 + directions  # and the mean
+        if 1 + directions < sample_count(states):
+            networks[f"{source}/as_many"] = 1 + directions
+            predictives[f"{source}/as_many"] = [study.predictive(study.samples(getattr(runs, source), 1 + directions))]
     for column, draw in tracked("predicting", list(draws.items()), lambda job: job[0]):
         generator = study.generator(column)
         predictives[column] = [study.predictive(draw(num_samples, generator=generator)) for _ in range(repeats)]

@@ -79,7 +79,8 @@ def main_table(found: Found, paper: Found, title: str) -> Grid:
 
 def rival_table(found: Found) -> Grid:
     """The posteriors beside all networks that they were fitted to, one of them, and the same with noise."""
-    words = {"sample": "all networks", "member": "one member", "noise": "one member with noise", "low_rank": "low rank"}
+    words = {"sample": "all networks", "member": "one member", "noise": "one member with noise"}
+    words["as_many"] = "as many networks as low rank"
     rows = {}
     for column in found["rows"]["storage"]:
         source, _, kind = column.partition("/")
@@ -91,7 +92,7 @@ def rival_table(found: Found) -> Grid:
     }
     caption = (
         "agreement and TV: with HMC; noise: isotropic, of q_r's rms σ; low rank: with the "
-        "covariance of q_r's networks along its main directions; NLL in nats; storage in networks"
+        "networks' covariance along its main directions; NLL in nats; storage in networks"
     )
     return table("Beside what takes one line", dict(sorted(rows.items())), cells, caption)
 
