@@ -142,6 +142,11 @@ def test_a_planted_low_rank_is_found() -> None:
     two, full = (sample_low_rank(states, graph, 3, rank=rank, generator=generator(1)) for rank in (2, None))
     one = sample_low_rank(states, graph, 3, rank=1, generator=generator(1))
     torch.testing.assert_close(two, full)
+    held, mean = ("first.bias", "first.weight", "second.bias"), stack_states(states)
+    deviations = torch.cat([(two[n] - mean[n].mean(0)).flatten(1) for n in held], 1)
+    spanned = torch.stack([torch.cat([p[n].flatten() for n in held]) for p in plane])
+    solved = torch.linalg.lstsq(spanned.T, deviations.T).solution
+    torch.testing.assert_close(spanned.T @ solved, deviations.T)
     assert not torch.allclose(one["first.bias"], full["first.bias"])
     assert torch.equal(two["first.weight"], two["second.weight"])
 
