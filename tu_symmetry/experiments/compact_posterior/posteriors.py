@@ -25,7 +25,7 @@ from tu_symmetry.posterior.assessment import predictive_scores
 from tu_symmetry.posterior.compact import CompactPosterior, sample_low_rank
 from tu_symmetry.posterior.compact import prune as masked
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import evenly, sample_count, stack_states, unstack
+from tu_symmetry.states import evenly, stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -106,15 +106,15 @@ def compare(
     draws: dict[str, Callable[..., dict[str, Tensor]]] = {column: q.sample for column, q in posteriors.items()}
     networks = {column: 1 for column in (*predictives, *draws) if column.endswith(("/member", "/noise"))}
     for source, states in sampled.items():
-        networks[f"{source}/sample"] = sample_count(states)
-        count = posteriors[f"{source}/q_r"].metadata["networks"]
-        fitted = [unstack(states)[i] for i in evenly(sample_count(states), count)]
+        every, count = unstack(states), posteriors[f"{source}/q_r"].metadata["networks"]
+        fitted = [every[i] for i in evenly(len(every), count)]
         how: dict[str, Any] = {"match_on": "activations", "model": study.model, "dataloader": study.train}
         directions = min(rank, count - 1)
         for kind, used in (("q_d", fitted), ("q_r", align(study.graph, fitted, certify=False, **how).states)):
             draws[f"{source}/{kind}, low rank"] = partial(sample_low_rank, used, study.graph, rank=directions)
             networks[f"{source}/{kind}, low rank"] = 1 + directions  # and the mean
-        if 1 + directions < sample_count(states):
+        networks[f"{source}/sample"] = len(every)
+        if 1 + directions < len(every):
             networks[f"{source}/as_many"] = 1 + directions
             predictives[f"{source}/as_many"] = [study.predictive(study.samples(getattr(runs, source), 1 + directions))]
     for column, draw in tracked("predicting", list(draws.items()), lambda job: job[0]):
