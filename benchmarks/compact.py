@@ -21,7 +21,7 @@ from tu_symmetry.alignment.repair import repair
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.evaluation import Batches, mean_probabilities
 from tu_symmetry.posterior.assessment import TEMPERATURES, assessed, predictive_scores
-from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.compact import CompactPosterior, sample_low_rank
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State, stack_states, unstack
 
@@ -124,14 +124,15 @@ def measure(width: int, epochs: int, seed: int, *, members: int = _MEMBERS, draw
         scores[name] |= {"hot": plain["nll"], "temperature": best}
 
     few, shares = [train.x[:300]], [1 / members] * members
-    coefficients = torch.randn(draws, members, generator=generator) / max(members - 1, 1) ** 0.5
+    same = generator.clone_state()
+    low_rank = {
+        name: unstack(sample_low_rank(sets[name], graph, draws, generator=g))
+        for name, g in (("q_r, weights", same), ("q_r, activations", generator))
+    }
     for name, q in fits.items():
         aligned, forms = sets[name], {name: unstack(q.sample(draws, generator=generator))}
-        if name in ("q_r, weights", "q_r, activations"):
-            forms[f"{name}, low rank"] = [
-                {n: m + sum(c * (s[n] - m) for c, s in zip(row, aligned, strict=True)) for n, m in q.mean.items()}
-                for row in coefficients.tolist()
-            ]
+        if name in low_rank:
+            forms[f"{name}, low rank"] = low_rank[name]
         for form, own in forms.items():
 
             def heated(t: float, own: list[State] = own, mean: State = q.mean) -> list[State]:
@@ -141,7 +142,7 @@ def measure(width: int, epochs: int, seed: int, *, members: int = _MEMBERS, draw
                 return [repair(model, aligned, shares, draw, few) for draw in heated(t)]
 
             add(form, heated)
-            if name in ("q_r, weights", "q_r, activations"):
+            if name in low_rank:
                 add(f"{form}, REPAIR", repaired)
     return {"width": width, "epochs": epochs, "seed": seed, "scores": scores}
 

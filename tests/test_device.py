@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tu_symmetry as tus
 from tu_symmetry.laplace.mixture import LaplaceMixture
 from tu_symmetry.metrics.functional import discrepancy_test
+from tu_symmetry.posterior.compact import sample_low_rank
 from tu_symmetry.routines import SWAG
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -93,7 +94,8 @@ def compact(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
     posterior = tus.CompactPosterior.from_states(every, graph, align=True)
     drawn = posterior.sample(2, generator=generator())
     module = posterior.as_module(network().to(device), 2, generator=generator())
-    return posterior.mean, posterior.std, drawn, module(x).detach()
+    low_rank = sample_low_rank(every, graph, 2, generator=generator())
+    return posterior.mean, posterior.std, drawn, module(x).detach(), low_rank
 
 
 OPERATIONS = (permuted, scaled, matched, aligned, merged, canonical, compact)

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recipe_runs import RECIPES, commands_of, run_table
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.experiments.compact_posterior import compare
-from tu_symmetry.experiments.compact_posterior.posteriors import Runs
+from tu_symmetry.experiments.compact_posterior.posteriors import Runs, weight_space
 from tu_symmetry.posterior.compact import CompactPosterior
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.discovery import discover_symmetries
+from tu_symmetry.symmetry.elements import invert, random_permutation
 from tu_symmetry.tables.logs import last_values, logged_curve
 from tu_symmetry.tables.models import MLP
 
@@ -66,8 +70,13 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
         assert all(v is None or 0 <= v <= 1 for v in found[row].values())
     assert set(found["mean_accuracy"]) == {"hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q"}
     for row in ("agreement", "tv", "accuracy", "nll", "storage"):
-        assert {f"{run}/{rival}" for run in ("hmc", "ensemble") for rival in ("member", "noise")} <= set(found[row])
-    assert [found["storage"][f"ensemble/{c}"] for c in ("sample", "q_r", "member", "noise")] == [3, 2, 1, 1]
+        assert {
+            f"{run}/{rival}"
+            for run in ("hmc", "ensemble")
+            for rival in ("member", "noise", "q_d, low rank", "q_r, low rank")
+        } <= set(found[row])
+    assert [found["storage"][f"ensemble/{c}"] for c in ("sample", "q_r", "member", "q_r, low rank")] == [3, 2, 1, 3]
+    assert found["storage"]["hmc/q_d, low rank"] == found["storage"]["hmc/as_many"] == 21
     assert "0.8249" in text and f"{found['agreement']['hmc/q_r']:.4f}" in text  # the paper's value and ours
     runs = Runs(out / "none", out / "ensemble", out / "vi")  # without the chain: the same numbers of what needs none
     model, data = MLP(64, 10, [8]), DigitsDataModule(train_size=150, test_size=60)
@@ -86,8 +95,9 @@ def test_digits_run_end_to_end(tiny: tuple[Path, dict[str, Any], str]) -> None:
 def test_digits_report(tiny: tuple[Path, dict[str, Any], str]) -> None:
     out, _, _ = tiny
     text = (out / "report" / "report.md").read_text()
-    assert "acceptance rate" in text and "0.8249" in text and "Ensemble: one member with noise" in text
-    for name in ("sigma.png", "pruning.png", "interpolation.png"):
+    assert "acceptance rate" in text and "0.8249" in text and "Ensemble: q_r, low rank" in text
+    assert "| HMC, ensemble |" in text
+    for name in ("sigma.png", "pruning.png", "interpolation.png", "dynamics.png"):
         assert name in text
         assert (out / "report" / name).read_bytes().startswith(b"\x89PNG")
 
@@ -106,3 +116,29 @@ def test_interpolations_start_and_end_alike(tiny: tuple[Path, dict[str, Any], st
         before, after = (results["interpolation"][f"{source}/{when}"]["loss"] for when in ("before", "after"))
         for a, b in zip(before, after, strict=True):
             assert (a[0], a[-1]) == pytest.approx((b[0], b[-1]), rel=1e-5)
+
+
+def test_the_dynamics_end_at_the_interpolation(tiny: tuple[Path, dict[str, Any], str]) -> None:
+    """The last snapshot is the trained ensemble: the losses of its ends and middles are those of the segments."""
+    _, results, _ = tiny
+    found = results["interpolation"]
+    assert found["dynamics"]["steps"] == [2, 4, 6, 8]  # two batches of 100 out of 150 in an epoch
+    for when in ("before", "after"):
+        for k, losses in enumerate(found[f"ensemble/{when}"]["loss"]):
+            own = [found["dynamics"]["training"][name][k][-1] for name in ("W_0", when, "W_1")]
+            assert own == pytest.approx([losses[0], losses[2], losses[-1]], rel=1e-5)
+    assert set(found["dynamics"]["test"]) == {"W_0", "W_1", "before", "after"}
+
+
+def test_weight_space_sees_a_copy_of_permuted_units() -> None:
+    """A posterior and the same with permuted units: apart before, equal after; another's scale is no permutation's."""
+    model = MLP(4, 3, [6]).double()
+    graph = discover_symmetries(model, torch.zeros(2, 4, dtype=torch.float64))
+    g = torch.Generator().manual_seed(0)
+    mean, std = ({n: torch.rand(t.shape, generator=g).double() for n, t in model.state_dict().items()} for _ in "ab")
+    p = random_permutation(graph, generator=g)
+    moved = [permute_tensors(graph, p, part) for part in (mean, {n: 3 * t for n, t in std.items()})]
+    found = weight_space(graph, {"a": CompactPosterior(mean, std), "b": CompactPosterior(*moved)}, {"b": invert(p)})
+    assert list(found) == ["a, b"] and found["a, b"]["scale"] == pytest.approx([1 / 3])
+    (far, near), (low, one) = found["a, b"]["distance"], found["a, b"]["order"]
+    assert far > 0.1 and near == 0 and low < 0.9 and one == pytest.approx(1)

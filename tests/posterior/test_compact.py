@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.posterior.assessment import TEMPERATURES
-from tu_symmetry.posterior.compact import CompactEnsemble, CompactPosterior, prune
+from tu_symmetry.posterior.compact import CompactEnsemble, CompactPosterior, prune, sample_low_rank
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import SampleFileError, SymmetryError, stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation
@@ -110,6 +110,47 @@ def test_draws_have_the_moments_and_buffers_stay(q: CompactPosterior) -> None:
     assert not torch.equal(q.sample(1)["0.bias"], q.sample(1)["0.bias"])
 
 
+def flat(stack: dict[str, Tensor]) -> np.ndarray[Any, Any]:
+    return torch.cat([stack[n].flatten(1) for n in sorted(WEIGHTS)], 1).numpy()
+
+
+@pytest.mark.parametrize("rank", [1, 2, None])
+def test_low_rank_draws_have_the_networks_main_directions(rank: int | None) -> None:
+    """In the coordinates of numpy's SVD: the variances of the first directions, and nothing in the others."""
+    wide = [{n: t.double() if t.is_floating_point() else t for n, t in m.items()} for m in MEMBERS]
+    n, x = 20_000, flat(stack_states(wide))
+    draws = sample_low_rank(wide, GRAPH, n, rank=rank, generator=generator())
+    _, s, directions = np.linalg.svd(x - x.mean(0), full_matrices=False)
+    found = flat(draws) - x.mean(0)
+    z = found @ directions[: rank or 4].T / (s[: rank or 4] / 2)  # sqrt(M - 1)
+    assert np.abs(z.mean(0)).max() < 5 / n**0.5
+    assert np.abs(np.cov(z.T) - np.eye(rank or 4)).max() < 5 * (2 / n) ** 0.5
+    np.testing.assert_allclose(z * (s[: rank or 4] / 2) @ directions[: rank or 4], found, atol=1e-12)
+    mean = stack_states(wide)["1.running_var"].mean(0)
+    torch.testing.assert_close(draws["1.running_var"], mean.expand(n, 6))
+    assert draws["1.num_batches_tracked"].unique().tolist() == [100]
+
+
+def test_a_planted_low_rank_is_found() -> None:
+    """Networks on a plane: two directions are all of them. Tied weights are one weight."""
+    g, base = generator(), randomized(0, Tied())
+    plane = [{n: torch.randn(t.shape, generator=g, dtype=torch.float64) for n, t in base.items()} for _ in range(2)]
+    at = torch.randn(6, 2, generator=g, dtype=torch.float64).tolist()
+    states = [{n: t.double() + a * plane[0][n] + b * plane[1][n] for n, t in base.items()} for a, b in at]
+    states = [s | {"second.weight": s["first.weight"]} for s in states]
+    graph = discover_symmetries(Tied(), torch.randn(2, 4))
+    two, full = (sample_low_rank(states, graph, 3, rank=rank, generator=generator(1)) for rank in (2, None))
+    one = sample_low_rank(states, graph, 3, rank=1, generator=generator(1))
+    torch.testing.assert_close(two, full)
+    held, mean = ("first.bias", "first.weight", "second.bias"), stack_states(states)
+    deviations = torch.cat([(two[n] - mean[n].mean(0)).flatten(1) for n in held], 1)
+    spanned = torch.stack([torch.cat([p[n].flatten() for n in held]) for p in plane])
+    solved = torch.linalg.lstsq(spanned.T, deviations.T).solution
+    torch.testing.assert_close(spanned.T @ solved, deviations.T)
+    assert not torch.allclose(one["first.bias"], full["first.bias"])
+    assert torch.equal(two["first.weight"], two["second.weight"])
+
+
 def test_pruning_keeps_the_lowest_of_the_whole_network(q: CompactPosterior) -> None:
     sigma = q.sigma().numpy()
     for keep in (0.0, 0.01, 0.3, 1.0):
@@ -189,6 +230,8 @@ Q = CompactPosterior({"w": torch.zeros(4)}, {"w": torch.ones(4)})
 REFUSALS: list[tuple[str, Callable[[], Any]]] = [
     ("at least two networks, got 1", lambda: CompactPosterior.from_states(MEMBERS[:1], GRAPH)),
     ("draw 0", lambda: Q.sample(0)),
+    ("at most 4 directions", lambda: sample_low_rank(MEMBERS, GRAPH, 3, rank=5)),
+    ("at least one draw", lambda: sample_low_rank(MEMBERS, GRAPH, 0)),
     ("between 0 and 1", lambda: Q.pruning_mask(50)),
     ("another architecture", lambda: prune({"v": torch.zeros(4)}, Q.pruning_mask(0.5))),
     ("'0.bias'", lambda: CompactEnsemble(net(), stack_states([randomized(0) | {"0.bias": torch.zeros(7)}]))),

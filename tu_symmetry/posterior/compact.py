@@ -22,6 +22,7 @@ from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import (
     SampleFileError,
     State,
+    States,
     SymmetryError,
     as_given,
     layout_of,
@@ -356,6 +357,58 @@ class CompactEnsemble(nn.Module):
             return functional_call(self.template, state, (x,), tie_weights=False)
 
         return vmap(one)({name: getattr(self, f"states_{i}") for i, name in enumerate(self._names)}).flatten(0, 1)
+
+
+def sample_low_rank(
+    states: States,
+    graph: SymmetryGraph,
+    num_samples: int,
+    *,
+    rank: int | None = None,
+    generator: torch.Generator | None = None,
+) -> State:
+    """Draw a stack ``[num_samples, ...]`` from the Gaussian with the networks' covariance, not its diagonal alone.
+
+    It is that of arXiv 2401.00611's code: with the thin SVD ``U S V^T`` of the centered stack of M networks, which
+    :func:`tu_symmetry.align` has aligned, a draw is ``mean + sum_k z_k S_k V_k / sqrt(M - 1)`` over the first ``rank``
+    directions. Draws lie in the affine span of the networks, and at full rank have their mean and covariance. What is
+    to be stored are 1 + rank networks. Buffers are those of :class:`CompactPosterior`.
+
+    Args:
+        states: at least two networks, as a list or a stack.
+        graph: the architecture's symmetry graph.
+        num_samples: number of draws.
+        rank: number of directions, those of most variance; None for M - 1.
+        generator: of the draws.
+
+    Raises:
+        SymmetryError: states of another architecture, NaN or infinite weights.
+        ValueError: a rank that M networks do not have, or no draw.
+    """
+    members = unstack(states)
+    q, count = CompactPosterior.from_states(members, graph, align=False), len(members)
+    rank = count - 1 if rank is None else rank
+    if not 1 <= rank < count or num_samples < 1:
+        raise ValueError(
+            f"rank={rank} and num_samples={num_samples}: {count} networks span at most {count - 1} directions around "
+            "their mean; give a rank from 1 to that, and at least one draw"
+        )
+
+    def centered(name: str) -> Tensor:
+        return torch.stack([m[name].double() - q.mean[name] for m in members]).flatten(1)
+
+    free = q._free()
+    gram = torch.stack([x @ x.T for x in map(centered, free)]).sum(0)
+    top = torch.linalg.eigh(gram).eigenvectors[:, -rank:]
+    generator = own_generator(generator)
+    noise = torch.randn(num_samples, count, generator=generator, dtype=q.std[free[0]].dtype, device=generator.device)
+    # projected: U is unique up to signs, which differ between processors, and U U^T is unique
+    mixed = noise.to(gram) @ top @ top.T / (count - 1) ** 0.5
+    stack = as_given(q.mean, {n: t.expand(num_samples, *t.shape).clone() for n, t in q.mean.items()})
+    for name in free:
+        draw = stack[name] + (mixed @ centered(name)).reshape(stack[name].shape).to(stack[name].dtype)
+        stack |= {alias: draw for alias in q._tied[name]}
+    return stack
 
 
 def prune(state: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> State:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import activation_matching
+from tu_symmetry.alignment.align import align
 from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import accuracy, logits, mean_probabilities
 from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.posterior.assessment import predictive_scores
-from tu_symmetry.posterior.compact import CompactPosterior
+from tu_symmetry.posterior.compact import CompactPosterior, sample_low_rank
 from tu_symmetry.posterior.compact import prune as masked
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import evenly, sample_count, stack_states, unstack
+from tu_symmetry.states import evenly, stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
+from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 
 COLUMNS = ("hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q")
@@ -75,16 +80,18 @@ def compare(
     runs: Runs,
     num_samples: int = 100,
     repeats: int = 1,
+    rank: int = 20,
     seed: int = 0,
     device: str = "auto",
     hmc: bool = True,
 ) -> Outcome:
     """Agreement with HMC, total variation to HMC, accuracy and NLL, for every column of Table 1 and for its rivals.
 
-    These are one member alone, the first, and the same with isotropic noise of q_r's rms. Figures are means over
-    ``repeats`` predictives of ``num_samples`` draws each: draws from a wide q are poor networks, their predictive
-    varies from set to set, and more draws would flatter it. Without ``hmc``, what needs the chain is left out: its
-    columns, agreement and total variation.
+    These are one member alone, the first, and the same with isotropic noise of q_r's rms; and, as in the authors' code,
+    Gaussians with the covariance of q_d's and q_r's networks along its ``rank`` largest directions at most, beside as
+    many of the networks as these have to store. Figures are means over ``repeats`` predictives of ``num_samples`` draws
+    each: draws from a wide q are poor networks, their predictive varies from set to set, and more draws would flatter
+    it. Without ``hmc``, what needs the chain is left out: its columns, agreement and total variation.
     """
     study = PosteriorStudy(model, data, device, seed)
     sources = ("hmc", "ensemble") if hmc else ("ensemble",)
@@ -96,9 +103,23 @@ def compare(
     posteriors = {column: study.posterior(runs.posterior(column)) for column in columns}
     mean_accuracy = {column: study.accuracy_of(q.mean) for column, q in posteriors.items()}
     posteriors |= {f"{source}/noise": posteriors[f"{source}/q_r"].isotropic(one) for source, one in members.items()}
-    for column, q in tracked("predicting", list(posteriors.items()), lambda job: job[0]):
+    draws: dict[str, Callable[..., dict[str, Tensor]]] = {column: q.sample for column, q in posteriors.items()}
+    networks = {column: 1 for column in (*predictives, *draws) if column.endswith(("/member", "/noise"))}
+    for source, states in sampled.items():
+        every, count = unstack(states), posteriors[f"{source}/q_r"].metadata["networks"]
+        fitted = [every[i] for i in evenly(len(every), count)]
+        how: dict[str, Any] = {"match_on": "activations", "model": study.model, "dataloader": study.train}
+        directions = min(rank, count - 1)
+        for kind, used in (("q_d", fitted), ("q_r", align(study.graph, fitted, certify=False, **how).states)):
+            draws[f"{source}/{kind}, low rank"] = partial(sample_low_rank, used, study.graph, rank=directions)
+            networks[f"{source}/{kind}, low rank"] = 1 + directions  # and the mean
+        networks[f"{source}/sample"] = len(every)
+        if 1 + directions < len(every):
+            networks[f"{source}/as_many"] = 1 + directions
+            predictives[f"{source}/as_many"] = [study.predictive(study.samples(getattr(runs, source), 1 + directions))]
+    for column, draw in tracked("predicting", list(draws.items()), lambda job: job[0]):
         generator = study.generator(column)
-        predictives[column] = [study.predictive(q.sample(num_samples, generator=generator)) for _ in range(repeats)]
+        predictives[column] = [study.predictive(draw(num_samples, generator=generator)) for _ in range(repeats)]
     (reference,) = predictives[f"{sources[0]}/sample"]
     judged = {c: [predictive_scores(p, reference, study.test.y) for p in ps] for c, ps in predictives.items()}
     rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
@@ -107,8 +128,6 @@ def compare(
         values = {column: [one[name] for one in found] for column, found in judged.items()}
         rows[name] = {column: fmean(v) for column, v in values.items()}
         spread[name] = {column: stdev(v) for column, v in values.items() if len(v) > 1}
-    networks = {f"{source}/sample": sample_count(states) for source, states in sampled.items()}
-    networks |= {column: 1 for column in judged if column.endswith(("/member", "/noise"))}
     rows["storage"] = {column: networks.get(column, 2) for column in judged}  # a mean and standard deviations: two
     gains = (
         f"{title} {rows['accuracy'][f'{source}/q_d']:.3f} → {rows['accuracy'][f'{source}/q_r']:.3f}"
@@ -134,7 +153,7 @@ def prune(
 
     A sigma of another method orders the units of *its* networks; so the means are first matched to the ensemble's mean
     by activation matching, and the masks move along. A random order of the weights is the control. ``keep`` are shares
-    of the weights, those of lowest sigma.
+    of the weights, those of lowest sigma. How near the three Gaussians are in weight space is said before and after.
     """
     study = PosteriorStudy(model, data, device, seed)
     columns = {"HMC": "hmc/q_r", "ensemble": "ensemble/q_r", "VI": "vi/q"}
@@ -168,9 +187,32 @@ def prune(
     half = min(range(len(keep)), key=lambda i: abs(keep[i] - 0.5))
     own, foreign_hmc = (curves[f"ensemble mean, {which}"][half] for which in ("own σ", "HMC's σ"))
     return Outcome(
-        {"keep": list(keep), "curves": curves},
+        {"keep": list(keep), "curves": curves, "weight_space": weight_space(study.graph, q, moves)},
         f"keeping {keep[half]:.0%}: ensemble mean {own:.3f} (own σ), {foreign_hmc:.3f} (HMC's σ)",
     )
+
+
+def weight_space(
+    graph: SymmetryGraph, q: Mapping[str, CompactPosterior], moves: Mapping[str, Permutation]
+) -> dict[str, dict[str, list[float]]]:
+    """How near Gaussians are to each other, each pair before and after ``moves``.
+
+    ``distance`` of the means is relative: ``|a - b| / sqrt(|a|^2 + |b|^2)``, 1 for orthogonal ones; ``order`` is
+    Spearman's rank correlation of the sigmas, ``scale`` the ratio of their rms, which no permutation changes.
+    """
+
+    def flat(name: str, permutation: Permutation, part: str) -> Tensor:
+        moved = permute_tensors(graph, permutation, getattr(q[name], part))
+        return torch.cat([moved[n].flatten() for n in q[name].std]).double().cpu()
+
+    found: dict[str, dict[str, list[float]]] = {}
+    for a, b in combinations(q, 2):
+        row = found[f"{a}, {b}"] = {"distance": [], "order": [], "scale": [q[a].rms() / q[b].rms()]}
+        for how in ({}, moves):
+            (x, s), (y, t) = ([flat(m, how.get(m, {}), part) for part in ("mean", "std")] for m in (a, b))
+            row["distance"].append(float((x - y).norm() / torch.hypot(x.norm(), y.norm())))
+            row["order"].append(float(spearmanr(s, t).statistic))
+    return found
 
 
 def interpolate(
@@ -182,7 +224,10 @@ def interpolate(
     pairs: int = 4,
     device: str = "auto",
 ) -> Outcome:
-    """Training loss on the segments between the first network and others in turn, before and after matching."""
+    """Training loss on the segments between the first network and others in turn, before and after matching.
+
+    Of the ensemble also along its training (``snapshots/`` in its folder): the losses of both ends and of the middle.
+    """
     study = PosteriorStudy(model, data, device)
     found: dict[str, Any] = {}
     for source in tracked("interpolating", ("ensemble", "hmc"), str):
@@ -193,6 +238,7 @@ def interpolate(
             found["ratios"] = paths[0].ratios
             found[f"{source}/{kind}"] = {"loss": [p.losses for p in paths], "barrier": [p.barrier for p in paths]}
     means = {k: fmean(v["barrier"]) for k, v in found.items() if k != "ratios"}
+    found["dynamics"] = along_training(study, SampleStore.open(runs.ensemble / "snapshots"), pairs)
     # what a random permutation of n has on average: n minus its expected number of cycles
     found["transpositions_random"] = sum(
         g.size - sum(1 / k for k in range(1, g.size + 1)) for g in study.graph.permutations
@@ -202,3 +248,27 @@ def interpolate(
         f"mean barrier before → after: ensemble {means['ensemble/before']:.3g} → {means['ensemble/after']:.3g}, "
         f"HMC {means['hmc/before']:.3g} → {means['hmc/after']:.3g} nats",
     )
+
+
+def along_training(study: PosteriorStudy, store: SampleStore, pairs: int) -> dict[str, Any]:
+    """Training and test losses (nats) of W_0, W_1 and the network between them at each stored step (Figure 2).
+
+    W_0 is the first network, W_1 each of the others in turn; the one between them is matched anew at each step.
+    """
+    steps = sorted(set(store.steps))
+    losses: dict[str, dict[str, list[list[float]]]] = {part: {} for part in ("training", "test")}
+    for step in tracked("following the training", steps):
+        kept = [i for i, own in enumerate(store.steps) if own == step][: pairs + 1]
+        first, *others = unstack(store.stack(kept, device=study.device))
+        for k, other in enumerate(others):
+            moved = apply_permutation(study.graph, study.matched(first, other), other)
+            for part, batches in (("training", study.train), ("test", study.test)):
+                before, after = (
+                    loss_barrier(study.model, first, end, batches, cross_entropy, points=3).losses
+                    for end in (other, moved)
+                )
+                values = {"W_0": before[0], "W_1": before[2], "before": before[1], "after": after[1]}
+                for name, value in values.items():
+                    curves = losses[part].setdefault(name, [[] for _ in others])
+                    curves[k].append(value)
+    return {"steps": steps, **losses}

@@ -1,7 +1,8 @@
-"""The report of Table 1 and Figure 5 of arXiv 2401.00611: ours and theirs, and the figures."""
+"""The report of Table 1 and Figures 2 and 5 of arXiv 2401.00611: ours and theirs, and the figures."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
@@ -44,7 +45,7 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     page = Report(out, recipe)
     compared, pruned, paths = (Outcome.load(folder).results for folder in (comparison, pruning, interpolation))
     page.add(main_table(compared, page.table.paper, page.table.title), rival_table(compared))
-    page.add(alignment_table(runs, paths), chain_table(runs))
+    page.add(alignment_table(runs, paths), weight_space_table(pruned["weight_space"]), chain_table(runs))
     kept = (
         "Kept are the weights of lowest σ. For HMC's and VI's σ on the ensemble's mean and members, all are matched to "
         "the ensemble's mean first."
@@ -54,6 +55,8 @@ def report(out: Path, recipe: str, runs: Runs, comparison: Path, pruning: Path, 
     page.figure("sigma", draw_sigmas, runs, title=title, alt="standard deviations")
     page.figure("pruning", draw_pruning, pruned, title="Accuracy against pruning level", after=kept)
     page.figure("interpolation", draw_interpolation, paths, title="Loss along the interpolation", after=shaded)
+    title = "Losses along the training of the ensemble"
+    page.figure("dynamics", draw_dynamics, paths["dynamics"], title=title, after=shaded)
     return page.done()
 
 
@@ -77,6 +80,7 @@ def main_table(found: Found, paper: Found, title: str) -> Grid:
 def rival_table(found: Found) -> Grid:
     """The posteriors beside all networks that they were fitted to, one of them, and the same with noise."""
     words = {"sample": "all networks", "member": "one member", "noise": "one member with noise"}
+    words["as_many"] = "as many networks as low rank"
     rows = {}
     for column in found["rows"]["storage"]:
         source, _, kind = column.partition("/")
@@ -86,7 +90,10 @@ def rival_table(found: Found) -> Grid:
         header: lambda column, key=key: f"{found['rows'][key][column]:{'d' if key == 'storage' else '.4f'}}"
         for key, header in shown.items()
     }
-    caption = "agreement and TV: with HMC; noise: isotropic, of q_r's rms σ; NLL in nats; storage in networks"
+    caption = (
+        "agreement and TV: with HMC; noise: isotropic, of q_r's rms σ; low rank: with the "
+        "networks' covariance along its main directions; NLL in nats; storage in networks"
+    )
     return table("Beside what takes one line", dict(sorted(rows.items())), cells, caption)
 
 
@@ -109,6 +116,17 @@ def alignment_table(runs: Runs, paths: Found) -> Grid:
     }
     caption = "random: mean NoT of a random permutation; barrier: excess of the training loss in nats, mean over pairs"
     return table("Alignments to the first network", rows, columns, caption)
+
+
+def weight_space_table(found: Found) -> Grid:
+    """How near HMC, ensemble and VI lie to each other, before and after their means are matched to the ensemble's."""
+    columns: dict[str, Callable[[Found], str]] = {
+        "distance of means": lambda row: " → ".join(f"{v:.3f}" for v in row["distance"]),
+        "rank correlation of σ": lambda row: " → ".join(f"{v:.3f}" for v in row["order"]),
+        "ratio of rms σ": lambda row: f"{row['scale'][0]:.2f}",
+    }
+    caption = "q_r of HMC and of the ensemble, q of VI; distance: |a − b| / √(|a|² + |b|²), 1 for orthogonal means"
+    return table("In weight space, before and after matching", found, columns, caption)
 
 
 def chain_table(runs: Runs) -> Grid:
@@ -151,6 +169,18 @@ def draw_interpolation(path: Path, found: Found) -> None:
         for ax, (source, title) in zip(axes, titles.items(), strict=True):
             lines = {f"{when} alignment": found[f"{source}/{when}"] for when in ("before", "after")}
             plots.interpolation(ax, found["ratios"], lines, ylabel="training loss (nats)", title=title)
+
+
+def draw_dynamics(path: Path, found: Found) -> None:
+    """Losses of both networks and of the one in the middle along the training (arXiv 2401.00611, Figure 2)."""
+    lines = {"W_0": ("$W_0$", plots.ORANGE), "W_1": ("$W_1$", plots.GREEN)}
+    lines |= {"before": ("$W_{1/2}$, before matching", plots.GRAY), "after": ("$W_{1/2}$, after matching", plots.BLUE)}
+    with plots.figure(path, 2) as axes:
+        for ax, part in zip(axes, ("training", "test"), strict=True):
+            for name, (label, color) in lines.items():
+                plots.band(ax, found["steps"], found[part][name], color, label)
+            ax.set(title=f"{part.capitalize()} loss", xlabel="optimizer steps", ylabel="loss (nats)", xscale="log")
+            ax.legend(loc="best")
 
 
 def draw_pruning(path: Path, found: Found) -> None:
