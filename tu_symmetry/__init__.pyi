@@ -17,7 +17,6 @@ from .alignment.matching import weight_matching as weight_matching
 from .alignment.merging import merge as merge
 from .alignment.repair import reestimate_batchnorm as reestimate_batchnorm
 from .alignment.repair import repair as repair
-from .alignment.signed import signed_matching as signed_matching
 from .callbacks.laplace import FitLaplace as FitLaplace
 from .callbacks.rebasin import Rebasin as Rebasin
 from .callbacks.scale import ScaleCanonicalization as ScaleCanonicalization
@@ -42,13 +41,9 @@ from .states import load_state as load_state
 from .states import mean_state as mean_state
 from .symmetry.action import apply_permutation as apply_permutation
 from .symmetry.action import apply_scale as apply_scale
-from .symmetry.action import apply_signed as apply_signed
 from .symmetry.action import apply_signs as apply_signs
-from .symmetry.action import compose_signed as compose_signed
-from .symmetry.action import invert_signed as invert_signed
 from .symmetry.certificate import certify as certify
 from .symmetry.discovery import discover_symmetries as discover_symmetries
-from .symmetry.elements import SignedPermutation as SignedPermutation
 from .symmetry.elements import compose as compose
 from .symmetry.elements import invert as invert
 from .symmetry.elements import random_permutation as random_permutation

@@ -24,9 +24,9 @@ PLANTED = [
 ]
 
 
-def drawn(graph: tus.SymmetryGraph, generator: torch.Generator) -> tus.SignedPermutation:
+def drawn(graph: tus.SymmetryGraph, generator: torch.Generator) -> tus.symmetry.SignedPermutation:
     draws = (tus.random_permutation, tus.random_signs)
-    return tus.SignedPermutation(*(draw(graph, generator=generator) for draw in draws))
+    return tus.symmetry.SignedPermutation(*(draw(graph, generator=generator) for draw in draws))
 
 
 def found_again(graph: tus.SymmetryGraph, model: nn.Module, seed: int, noise: float) -> bool:
@@ -36,9 +36,9 @@ def found_again(graph: tus.SymmetryGraph, model: nn.Module, seed: int, noise: fl
     state = {n: t + noise * standard(t, generator) if t.is_floating_point() else t for n, t in reference.items()}
     tied = {n: names[0] for names in graph.aliases.values() for n in names}
     reference, state = ({n: s[tied[n]] for n in s} for s in (reference, state))
-    moved = tus.apply_signed(graph, drawn(graph, generator), state)
-    matching = tus.signed_matching(graph, reference, moved)
-    there = tus.apply_signed(graph, matching.element, moved)
+    moved = tus.symmetry.apply_signed(graph, drawn(graph, generator), state)
+    matching = tus.alignment.signed_matching(graph, reference, moved)
+    there = tus.symmetry.apply_signed(graph, matching.element, moved)
     return all(torch.equal(there[n], state[n]) for n in there if n not in graph.buffers)
 
 
@@ -88,11 +88,11 @@ def test_signs_bring_networks_closer_than_permutations_do() -> None:
         model, graph, _ = named(name)
         generator = torch.Generator().manual_seed(2)
         a, b = (random_state(model, generator) for _ in range(2))
-        plain, signed = tus.weight_matching(graph, a, b), tus.signed_matching(graph, a, b)
+        plain, signed = tus.weight_matching(graph, a, b), tus.alignment.signed_matching(graph, a, b)
         assert signed.distance_after < plain.distance_after < plain.distance_before
-        moved = tus.apply_signed(graph, signed.element, b)
+        moved = tus.symmetry.apply_signed(graph, signed.element, b)
         assert signed.objective == pytest.approx(sum(float((a[n] * moved[n]).sum()) for n in trained(graph)))
-        again = tus.signed_matching(graph, a, b, init=plain.element)
+        again = tus.alignment.signed_matching(graph, a, b, init=plain.element)
         assert again.distance_after <= plain.distance_after
 
 
@@ -105,13 +105,13 @@ def test_networks_are_aligned_over_signs(reference: str) -> None:
     _, graph, state = named("mlp_mixed")
     generator = torch.Generator().manual_seed(5)
     noisy = [{n: t + 0.05 * standard(t, generator) for n, t in state.items()} for _ in range(4)]
-    moved = [tus.apply_signed(graph, drawn(graph, generator), one) for one in noisy]
+    moved = [tus.symmetry.apply_signed(graph, drawn(graph, generator), one) for one in noisy]
     plain = tus.align(graph, moved, reference=reference)  # type: ignore[arg-type]
     both = tus.align(graph, moved, reference=reference, over=("permutations", "signs"))  # type: ignore[arg-type]
     assert sum(both.distances_after) < 0.5 * sum(plain.distances_after)
     assert len(both.certificates) == 4 and max(both.sign_changes) > 0 and plain.sign_changes == [0] * 4
     for state, aligned, permutation, signs in zip(moved, both.states, both.permutations, both.signs, strict=True):
-        again = tus.apply_signed(graph, tus.SignedPermutation(permutation, signs), state)
+        again = tus.symmetry.apply_signed(graph, tus.symmetry.SignedPermutation(permutation, signs), state)
         assert all(torch.equal(again[n], aligned[n]) for n in again)
 
 

@@ -25,6 +25,7 @@ import tu_symmetry as tus
 from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, ProgressLines, TrueTemperature
 from tu_symmetry.datamodules import CIFARDataModule, DigitsDataModule, IDXDataModule, TomographyDataModule
 from tu_symmetry.routines import SWAG
+from tu_symmetry.symmetry.elements import identity_element
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -105,6 +106,13 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "identity_permutation": lambda p: tus.symmetry.identity_permutation(graph()),
     "random_permutation": lambda p: tus.random_permutation(graph()),
     "random_scale": lambda p: tus.random_scale(graph()),
+    "random_signs": lambda p: tus.random_signs(graph()),
+    "apply_signed": lambda p: tus.symmetry.apply_signed(graph(), identity_element(graph()), states()[0]),
+    "compose_signed": lambda p: tus.symmetry.compose_signed(graph(), *[identity_element(graph())] * 2),
+    "invert_signed": lambda p: tus.symmetry.invert_signed(graph(), identity_element(graph())),
+    "canonical_signs": lambda p: tus.scaling.canonical_signs(graph(), states()[0]),
+    "apply_signs": lambda p: tus.apply_signs(graph(), tus.random_signs(graph()), states()[0]),
+    "signed_matching": lambda p: tus.alignment.signed_matching(graph(), *states()),
     "compose": lambda p: tus.compose(tus.random_permutation(graph()), tus.random_permutation(graph())),
     "invert": lambda p: tus.invert(tus.random_permutation(graph())),
     "apply_permutation": lambda p: tus.apply_permutation(graph(), tus.random_permutation(graph()), states()[0]),
@@ -172,7 +180,8 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
     "Alignment", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
-    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SymmetryGraph",  # what comes back
+    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "SignedPermutation",
+    "SymmetryGraph",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own

@@ -144,18 +144,18 @@ def test_signs_and_permutations_form_a_group(case: Case) -> None:
     _, graph, state = weights(case)
     generator = torch.Generator().manual_seed(4)
     p, q = (
-        tus.SignedPermutation(
+        tus.symmetry.SignedPermutation(
             tus.random_permutation(graph, generator=generator), tus.random_signs(graph, generator=generator)
         )
         for _ in range(2)
     )
-    moved = tus.apply_signed(graph, q, state)
-    both = tus.apply_signed(graph, p, moved)
+    moved = tus.symmetry.apply_signed(graph, q, state)
+    both = tus.symmetry.apply_signed(graph, p, moved)
     for element, expected in (
-        (tus.compose_signed(graph, p, q), both),
-        (tus.compose_signed(graph, tus.invert_signed(graph, q), q), state),
+        (tus.symmetry.compose_signed(graph, p, q), both),
+        (tus.symmetry.compose_signed(graph, tus.symmetry.invert_signed(graph, q), q), state),
     ):
-        found = tus.apply_signed(graph, element, state)
+        found = tus.symmetry.apply_signed(graph, element, state)
         assert all(torch.equal(found[n], expected[n]) for n in expected)
     twice = tus.apply_signs(graph, p.signs, tus.apply_signs(graph, p.signs, state))
     assert all(torch.equal(twice[n], state[n]) for n in state)
@@ -223,6 +223,41 @@ def test_a_stack_turns_alike_and_a_graph_tells_its_signs() -> None:
     assert [g.name for g in graph.without("up").signs if g.name == "up"] == []
 
 
+@every_case
+def test_canonical_signs_are_those_of_the_orbit(case: Case) -> None:
+    """Networks that differ by a signed permutation have the same canonical form, up to the permutation."""
+    _, graph, state = weights(case)
+    generator = torch.Generator().manual_seed(7)
+    permutation = tus.random_permutation(graph, generator=generator)
+    moved = tus.symmetry.apply_signed(
+        graph, tus.symmetry.SignedPermutation(permutation, tus.random_signs(graph, generator=generator)), state
+    )
+    one, other = (tus.apply_signs(graph, tus.scaling.canonical_signs(graph, s), s) for s in (state, moved))
+    expected = tus.apply_permutation(graph, permutation, one)
+    assert all(torch.equal(other[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_removal_over_signs(reference: bool) -> None:
+    _, graph, state = named("mlp_mixed")
+    generator = torch.Generator().manual_seed(3)
+    element = tus.symmetry.SignedPermutation(
+        tus.random_permutation(graph, generator=generator), tus.random_signs(graph, generator=generator)
+    )
+    moved = tus.apply_scale(
+        graph, tus.random_scale(graph, generator=generator), tus.symmetry.apply_signed(graph, element, state)
+    )
+    anchor = {n: t + 0.1 for n, t in state.items()} if reference else None
+    one, other = (tus.remove_symmetries(graph, s, signs=True, reference=anchor) for s in (state, moved))
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-8, atol=1e-8)
+    without = tus.remove_symmetries(graph, moved)
+    assert any(not torch.allclose(without[n], one[n]) for n in one)
+    if not reference:
+        entries = torch.cat([one["0.weight"], one["0.bias"][:, None], one["2.weight"].T], 1)
+        assert bool((entries.gather(1, entries.abs().argmax(1, keepdim=True)) > 0).all())
+
+
 def test_the_zoo_has_signs() -> None:
     assert sum(case.signs > 0 for case in CASES) > 20
-    assert signed_tensors(named("mlp_relu")[1], tus.SignedPermutation({}, {}), {}) == {}
+    assert signed_tensors(named("mlp_relu")[1], tus.symmetry.SignedPermutation({}, {}), {}) == {}

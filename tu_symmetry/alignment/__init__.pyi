@@ -6,3 +6,4 @@ from .merging import Merged as Merged
 from .merging import average as average
 from .networks import StateSource as StateSource
 from .repair import correct as correct
+from .signed import signed_matching as signed_matching

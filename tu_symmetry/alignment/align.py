@@ -94,7 +94,7 @@ def align(
             those aligned before it. ``universe``: from the running mean, each network against the mean of all others
             until nothing moves, which maximizes the sum of all pairs' objectives. Or a state dict.
         over: which symmetries move networks: ``("permutations",)``, or ``("permutations", "signs")`` to turn the signs
-            of units too (:func:`~tu_symmetry.signed_matching`), by weights.
+            of units too (:func:`~tu_symmetry.alignment.signed_matching`), by weights.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
         solver: how weights are matched, see :func:`~tu_symmetry.weight_matching`.

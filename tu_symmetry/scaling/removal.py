@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import weight_matching
+from tu_symmetry.alignment.signed import signed_matching
 from tu_symmetry.scaling.canonical import Method, canonicalize
+from tu_symmetry.scaling.signs import canonical_signs
 from tu_symmetry.states import as_given, sample_count
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.action import permute_tensors, sign_tensors, signed_tensors
 from tu_symmetry.symmetry.certificate import UncertifiedWarning, measured
 from tu_symmetry.symmetry.elements import LogScale, Permutation, compose, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -25,6 +27,7 @@ def remove_symmetries(
     state: Mapping[str, Tensor],
     *,
     scale: Method | None = "min_mass",
+    signs: bool = False,
     reference: Mapping[str, Tensor] | None = None,
     certify: bool = True,
 ) -> dict[str, Tensor]:
@@ -38,6 +41,7 @@ def remove_symmetries(
         graph: the architecture's symmetry graph (verified on first use).
         state: state dict, or a stack of states with one leading sample axis; each sample is treated by itself.
         scale: canonical scale, see :func:`~tu_symmetry.canonicalize`; None leaves the scale as it is.
+        signs: give units canonical signs before they are sorted, see :func:`~tu_symmetry.scaling.canonical_signs`.
         reference: a state dict to align to instead of sorting, which tears apart units whose keys are almost equal.
         certify: measure that the outputs of each network stay the same. Where the graph holds no network to run, an
             :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
@@ -55,9 +59,13 @@ def remove_symmetries(
 
     def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         current = _scaled(graph, given, scale)[1]
-        current = permute_tensors(graph, _ordering(graph, current, target), current)
+        if signs and target is not None:
+            current = signed_tensors(graph, signed_matching(graph, target, current).element, current)
+        else:
+            current = sign_tensors(graph, canonical_signs(graph, current), current) if signs else current
+            current = permute_tensors(graph, _ordering(graph, current, target), current)
         name = "remove_symmetries"
-        _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None)
+        _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None or signs)
         if reason and certify:
             warnings.warn(f"{name} is not certified: {reason}", UncertifiedWarning, stacklevel=3)
         return current

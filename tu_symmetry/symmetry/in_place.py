@@ -127,7 +127,8 @@ def move_optimizer_state(
 ) -> None:
     """Move an optimizer's per-parameter state along with weights that were permuted, rescaled or turned (in place).
 
-    After a permutation, and after signs, which gradients and momenta follow and second moments do not, the next training step is exactly the moved step. After a rescaling by factors ``c``
+    After a permutation the next training step is exactly the permuted step. So it is after signs, which gradients and
+    momenta follow, and second moments do not. After a rescaling by factors ``c``
     gradients and momenta scale by ``1 / c``, second moments by ``1 / c**2``; the trajectory is another one. ``names``
     maps ``id(parameter)`` to the parameter's name in the graph.
 
@@ -158,9 +159,10 @@ def _that_follow(
             preconditioned = rescaled and key == "momentum_buffer" and "square_avg" in state
             known = key in _LIKE_SQUARES or (key in _LIKE_GRADIENTS and not preconditioned)
             if listed or value.shape != parameter.shape or not (permuted or known):
+                what = "rescaling" if rescaled else "permutation" if permuted else "change of signs"
                 raise SymmetryError(
-                    f"{type(optimizer).__name__} keeps {key!r} for {name!r}, and how that follows a "
-                    f"{'rescaling' if rescaled else 'permutation' if permuted else 'change of sign'} is not known; use in_place=False, or train with an "
-                    "optimizer with elementwise state (SGD, Adam and their kin)"
+                    f"{type(optimizer).__name__} keeps {key!r} for {name!r}, and how that follows a {what} is not "
+                    "known; use in_place=False, or train with an optimizer with elementwise state (SGD, Adam and their "
+                    "kin)"
                 )
             yield name, key, value
