@@ -73,6 +73,7 @@ def judge(
         if number == 1:
             continue
         attempt(_signs(list(graph.signs), generator), tus.apply_signs, reference)
+        attempt(_maps(list(graph.linears), generator), tus.symmetry.apply_linear, reference)
         exact = [g for g in (*graph.scales, *graph.normalizations) if g.exact]
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
         attempt(_scales(exact, generator), tus.apply_scale, reference)
@@ -139,6 +140,18 @@ def _signs(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str,
         yield f"signs of {group.name!r}", {group.name: drawn(group)}
     if groups:
         yield "signs of all groups", {g.name: drawn(g) for g in groups}
+
+
+def _maps(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def drawn(group: Any) -> Tensor:
+        noise = torch.randn(group.shape, generator=generator, dtype=torch.float64)
+        rotation = torch.linalg.qr(noise).Q
+        return rotation if group.orthogonal else rotation + 0.2 * noise / group.size**0.5
+
+    for group in _some(groups, 16, generator):
+        yield f"map of {group.name!r}", {group.name: drawn(group)}
+    if groups:
+        yield "maps of all groups", {g.name: drawn(g) for g in groups}
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -6,4 +6,5 @@ from .merging import Merged as Merged
 from .merging import average as average
 from .networks import StateSource as StateSource
 from .repair import correct as correct
+from .rotations import rotation_matching as rotation_matching
 from .signed import signed_matching as signed_matching

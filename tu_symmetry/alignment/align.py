@@ -13,18 +13,19 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.activations import Similarity, activation_matching
 from tu_symmetry.alignment.consensus import Descend, Match, Reference, find_target
 from tu_symmetry.alignment.matching import Solver, weight_distance, weight_matching
+from tu_symmetry.alignment.rotations import rotation_matching
 from tu_symmetry.alignment.signed import signed_matching
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import as_given, mean_state, read_state, unstack
-from tu_symmetry.symmetry.action import signed_tensors
+from tu_symmetry.symmetry.action import linear_tensors, signed_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
-from tu_symmetry.symmetry.elements import Permutation, Signs, transposition_count
+from tu_symmetry.symmetry.elements import Maps, Permutation, Signs, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 MatchOn = Literal["weights", "activations"]
-Over = Literal["permutations", "signs"]
+Over = Literal["permutations", "signs", "rotations"]
 States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, Tensor] | nn.Module] | nn.Module")
 
 
@@ -42,6 +43,7 @@ class Alignment(Brief, Generic[States]):
         iterations: passes over the networks.
         signs: for each network, the units that turned after the permutation; empty dictionaries where only permutations
             were asked for.
+        maps: for each network, the rotations after both; empty dictionaries where these were not asked for.
         certificates: for each network, by how much its outputs on the graph's example inputs changed, beside what
             rounding explains (:func:`~tu_symmetry.certify`); empty where nothing was measured.
         uncertified: why nothing was measured; empty where something was.
@@ -57,6 +59,7 @@ class Alignment(Brief, Generic[States]):
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
     signs: list[Signs] = field(default_factory=list)
+    maps: list[Maps] = field(default_factory=list)
 
     @property
     def sign_changes(self) -> list[int]:
@@ -94,7 +97,9 @@ def align(
             those aligned before it. ``universe``: from the running mean, each network against the mean of all others
             until nothing moves, which maximizes the sum of all pairs' objectives. Or a state dict.
         over: which symmetries move networks: ``("permutations",)``, or ``("permutations", "signs")`` to turn the signs
-            of units too (:func:`~tu_symmetry.alignment.signed_matching`), by weights.
+            of units too (:func:`~tu_symmetry.alignment.signed_matching`), by weights. With ``"rotations"``, units that
+            matrices may mix are rotated (:func:`~tu_symmetry.alignment.rotation_matching`; ``first``, ``medoid``, a
+            given state).
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
         solver: how weights are matched, see :func:`~tu_symmetry.weight_matching`.
@@ -120,11 +125,17 @@ def align(
             "other as reference=state"
         )
     over = check_over(over)
-    if "signs" in over and match_on != "weights":
-        raise ValueError("signs are matched by weights; leave out match_on, or leave the signs out of over=")
+    if len(over) > 1 and match_on != "weights":
+        raise ValueError("signs and rotations are matched by weights; leave out match_on, or leave them out of over=")
+    if "rotations" in over and reference in ("mean", "universe"):
+        raise ValueError(
+            f"reference={reference!r} is of permutations and signs; take 'first' or 'medoid' for rotations"
+        )
     match = _matcher(graph, reference, match_on, solver, similarity, model, dataloader)
     descend: Descend | None = None
-    if "signs" in over:
+    if "rotations" in over:
+        match = partial(rotation_matching, graph, signs="signs" in over, solver=solver)
+    elif "signs" in over:
         match = partial(signed_matching, graph, solver=solver)
         descend = lambda target, member, init: signed_matching(graph, target, member, init=init)  # noqa: E731
     graph.require_verified()
@@ -133,11 +144,22 @@ def align(
     target = find_target(graph, members, cast("Reference | Mapping[str, Tensor]", reference), match, descend=descend)
     if given:
         graph.check_state(target.state, name="reference")
-    elements = [target.element(k, member) for k, member in enumerate(members)]
-    aligned = [signed_tensors(graph, e, m) for e, m in zip(elements, members, strict=True)]
+    maps: list[Maps] = [{} for _ in members]
+    elements = []
+    for k, member in enumerate(members):
+        if "rotations" in over and k != target.index:
+            matching = match(target.state, member)
+            maps[k] = matching.maps
+            elements.append(matching.element)
+        else:
+            elements.append(target.element(k, member))
+    aligned = [
+        linear_tensors(graph, turned, signed_tensors(graph, element, member))
+        for turned, element, member in zip(maps, elements, members, strict=True)
+    ]
     anchor = mean_state(aligned) if reference in ("mean", "universe") else target.state
     certificates, uncertified = certified(
-        measured(graph, members[k], aligned[k], f"align: states[{k}]", wanted=certify, rounded=False)
+        measured(graph, members[k], aligned[k], f"align: states[{k}]", wanted=certify, rounded=bool(maps[k]))
         for k in range(len(members))
     )
     result: Any = aligned
@@ -154,6 +176,7 @@ def align(
         certificates=certificates,
         uncertified=uncertified,
         signs=[e.signs for e in elements],
+        maps=maps,
     )
 
 
@@ -192,7 +215,9 @@ def _matcher(
 def check_over(over: Sequence[Over]) -> tuple[Over, ...]:
     """Raise a ValueError unless these are symmetries that networks can be aligned over."""
     if isinstance(over, str) or not {"permutations"} <= set(over) <= set(get_args(Over)):
-        raise ValueError(f"over={over!r}: pass ('permutations',) or ('permutations', 'signs')")
+        raise ValueError(
+            f"over={over!r}: pass ('permutations',), and beside it what else may move networks, 'signs' or 'rotations'"
+        )
     return tuple(over)
 
 

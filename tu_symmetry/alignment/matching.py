@@ -24,6 +24,7 @@ from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.elements import (
+    Maps,
     Permutation,
     SignedPermutation,
     Signs,
@@ -52,6 +53,7 @@ class Matching(Brief):
         distance_after: the same after the permutation.
         by_weights: in activation matching, groups that the data did not show, and that their weights decided.
         signs: which units turn their signs after the permutation; empty where only permutations were asked for.
+        maps: the rotations of units after both; empty where these were not asked for.
     """
 
     permutation: Permutation
@@ -62,6 +64,7 @@ class Matching(Brief):
     distance_after: float
     by_weights: tuple[str, ...] = ()
     signs: Signs = field(default_factory=dict)
+    maps: Maps = field(default_factory=dict)
 
     @property
     def element(self) -> SignedPermutation:

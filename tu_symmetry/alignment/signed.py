@@ -38,7 +38,7 @@ from tu_symmetry.alignment.matching import (
 from tu_symmetry.symmetry.action import compose_signed, sign_tensors, signed_tensors
 from tu_symmetry.symmetry.elements import SignedPermutation, Signs, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember
+from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, numbers_at
 from tu_symmetry.transfer import numbers
 
 _ROUNDING = 1e-7  # gains below this part of the weights' squared norms are not told from rounding
@@ -69,7 +69,7 @@ def signed_matching(
     """
     check_pair(graph, reference_state, state)
     wide = widened(graph, reference_state, state)
-    search = _Search(graph, *wide)
+    search = Search(graph, *wide)
     identity = identity_permutation(graph)
     still: Signs = {g.name: torch.ones(g.size, dtype=torch.int64, device="cpu") for g in graph.signs}
     before = weight_distance(graph, reference_state, state)
@@ -90,7 +90,7 @@ Own = tuple[int, ...]  # the numbers of signs of which each unit of a group has 
 Sign = int | Own  # or of one that all units share
 
 
-class _Grams:
+class PairSigns:
     """What speaks for pairing the units of one group, ``[units, units]`` each, by the signs that multiply it.
 
     ``best`` is the most that each pair can give. Signs that several parts have in common (a stream's, which also turns
@@ -144,7 +144,7 @@ class _Grams:
         return found
 
 
-class _Search:
+class Search:
     """Two networks, of whose second the units and signs move."""
 
     def __init__(self, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
@@ -163,9 +163,10 @@ class _Search:
 
     def value(self, element: SignedPermutation) -> float:
         """Inner product of the two networks, the second one moved."""
-        return self._product(signed_tensors(self.graph, element, self.state))
+        return self.product(signed_tensors(self.graph, element, self.state))
 
-    def _product(self, moved: Mapping[str, Tensor]) -> float:
+    def product(self, moved: Mapping[str, Tensor]) -> float:
+        """Inner product of some of the second network's tensors with the first one's."""
         return sum(numbers([(self.reference[n] * t).sum(dtype=torch.float64) for n, t in moved.items()]))
 
     def front_to_back(self, element: SignedPermutation) -> SignedPermutation:
@@ -184,7 +185,7 @@ class _Search:
             family = max(left, key=share)
             told = known(family)
             once = [t for t in told if t not in self.twice]
-            step = self._step(family, moved, once or told or family.tensors)
+            step = self.step(family, moved, once or told or family.tensors)
             left.remove(family)
             moved = signed_tensors(self.graph, step, moved)
             element = compose_signed(self.graph, step, element)
@@ -196,10 +197,10 @@ class _Search:
             before = self.value(element)
             moved = signed_tensors(self.graph, element, self.state)
             for family in self.families:
-                step = self._step(family, moved, family.tensors)
+                step = self.step(family, moved, family.tensors)
                 here = {n: moved[n] for n in moved if n in family.tensors or n in self.graph.sign_terms}
                 there = signed_tensors(self.graph, step, here)
-                if self._product(there) > self._product(here) + self.least:
+                if self.product(there) > self.product(here) + self.least:
                     moved, element = moved | there, compose_signed(self.graph, step, element)
             if any(f.coupled for f in self.families):
                 reference, state = self.whole
@@ -211,23 +212,23 @@ class _Search:
                 return element, sweep, True
         return element, _MOST_SWEEPS, False
 
-    def _step(self, family: Family, moved: Mapping[str, Tensor], tensors: Collection[str]) -> SignedPermutation:
+    def step(self, family: Family, moved: Mapping[str, Tensor], tensors: Collection[str]) -> SignedPermutation:
         """The order of a family's units, and the signs that they own or share, that pair them best by some tensors."""
-        parts = {group.name: self._parts(family, group, moved, tensors) for group in family.groups}
+        parts = {group.name: self.parts(family, group, moved, tensors) for group in family.groups}
         shared = {sign for held in parts.values() for key in held for sign in key if isinstance(sign, int)}
         trials = []
         for choice in itertools.product((1, -1), repeat=min(len(shared), _MOST_SHARED)):
             signs = dict(zip(sorted(shared), choice, strict=False))
-            grams = {g.name: _Grams(parts[g.name], signs, self._zeros(g)) for g in family.groups}
+            grams = {g.name: PairSigns(parts[g.name], signs, self.zeros(g)) for g in family.groups}
             best = {name: gram.best for name, gram in grams.items()}
             permutation = assign_family(family, best)
             trials.append((family_value(family, best, permutation)[0], permutation, grams, signs))
         _, permutation, grams, signs = max(trials, key=lambda trial: trial[0])
         for group in family.groups:
             signs |= grams[group.name].signs(flat_source(group, permutation))
-        return SignedPermutation(self.identity | permutation, self._named(signs))
+        return SignedPermutation(self.identity | permutation, self.named(signs))
 
-    def _named(self, signs: Mapping[int, int]) -> Signs:
+    def named(self, signs: Mapping[int, int]) -> Signs:
         """Signs by the names of their groups, for some of them by their numbers."""
         flat = torch.ones(sum(g.size for g in self.graph.signs), dtype=torch.int64, device="cpu")
         for number, sign in signs.items():
@@ -235,7 +236,7 @@ class _Search:
         parts = flat.split([g.size for g in self.graph.signs])
         return {g.name: part for g, part in zip(self.graph.signs, parts, strict=True)}
 
-    def _parts(
+    def parts(
         self, family: Family, group: PermutationGroup, moved: Mapping[str, Tensor], tensors: Collection[str]
     ) -> dict[frozenset[Sign], Tensor]:
         """Gram matrices of a group, by the signs that multiply what they are made of."""
@@ -244,10 +245,11 @@ class _Search:
             part = own_member(member, family.below(group)) if member.parameter in tensors else None
             for key, columns in _columns(self.graph, part) if part is not None else ():
                 gram = member_gram(columns, self.reference[member.parameter], moved[member.parameter])
-                found[key] = found.get(key, self._zeros(group)) + gram.to("cpu", torch.float64)
+                found[key] = found.get(key, self.zeros(group)) + gram.to("cpu", torch.float64)
         return found
 
-    def _zeros(self, group: PermutationGroup) -> Tensor:
+    def zeros(self, group: PermutationGroup) -> Tensor:
+        """A Gram matrix of a group's units that says nothing."""
         units = math.prod(group.shape)
         return torch.zeros(units, units, dtype=torch.float64, device="cpu")
 
@@ -288,7 +290,7 @@ def _columns(graph: SymmetryGraph, member: PermutationMember) -> Iterator[tuple[
     """The positions of a member by the signs that they turn with; none where signs and units do not go together."""
     held: dict[frozenset[Sign], list[int]] = {}
     terms = [t.index for t in graph.sign_terms.get(member.parameter, ())]
-    along = [found for t in terms if (found := _at(t, member)) is not None]
+    along = [found for t in terms if (found := numbers_at(t, member)) is not None]
     whole = [int(t) for t in terms if t.numel() == 1]
     for column in range(member.index.shape[-1]):
         key: set[Sign] = set(whole)
@@ -300,19 +302,3 @@ def _columns(graph: SymmetryGraph, member: PermutationMember) -> Iterator[tuple[
         held.setdefault(frozenset(key), []).append(column)
     for signs, columns in held.items():
         yield signs, replace(member, index=member.index[..., columns])
-
-
-def _at(term: Tensor, member: PermutationMember) -> Tensor | None:
-    """The numbers of the signs at a member's positions, ``[blocks * size, copies]``; None where these do not tell."""
-    axes = [axis for axis, size in enumerate(term.shape) if size > 1]
-    index = member.index.reshape(-1, *member.index.shape[-2:])
-    if axes == [member.axis]:
-        return term.reshape(-1)[index].flatten(0, 1)
-    if member.within is None or member.within_axis is None or set(axes) != {member.axis, member.within_axis}:
-        return None
-    table = term.movedim((member.within_axis, member.axis), (0, 1)).reshape(-1, term.shape[member.axis])
-    rows = member.within.reshape(len(index), -1)
-    found = torch.stack(
-        [table[own][:, at] for own, at in zip(rows, index, strict=True)]
-    )  # [blocks, rows, size, copies]
-    return found[:, 0].flatten(0, 1) if bool((found == found[:, :1]).all()) else None

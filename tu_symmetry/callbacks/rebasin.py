@@ -70,6 +70,8 @@ class Rebasin(SymmetryCallback):
     ) -> None:
         super().__init__(members, **common)
         self.over = check_over(over)
+        if "rotations" in self.over:
+            raise ValueError("Rebasin moves networks by permutations and signs; align rotates networks after training")
         if barrier_loader not in (None, "val"):
             raise ValueError(f"barrier_loader must be 'val' or None, got {barrier_loader!r}")
         self.barrier_loader = barrier_loader

@@ -1,9 +1,12 @@
+from .action import apply_linear as apply_linear
 from .action import apply_signed as apply_signed
 from .action import compose_signed as compose_signed
 from .action import invert_signed as invert_signed
 from .certificate import require_certificate as require_certificate
 from .elements import SignedPermutation as SignedPermutation
 from .elements import identity_permutation as identity_permutation
+from .elements import random_linear as random_linear
+from .groups import LinearGroup as LinearGroup
 from .groups import NormalizationGroup as NormalizationGroup
 from .groups import PermutationGroup as PermutationGroup
 from .groups import ScaleGroup as ScaleGroup

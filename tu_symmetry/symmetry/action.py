@@ -16,6 +16,7 @@ from torch import Tensor
 from tu_symmetry.states import SymmetryError, as_given
 from tu_symmetry.symmetry.elements import (
     LogScale,
+    Maps,
     SignedPermutation,
     Signs,
     block_origin,
@@ -25,7 +26,7 @@ from tu_symmetry.symmetry.elements import (
     invert,
     parent_of,
 )
-from tu_symmetry.symmetry.groups import PermutationMember
+from tu_symmetry.symmetry.groups import LinearGroup, PermutationMember
 from tu_symmetry.transfer import moved as on_device
 from tu_symmetry.transfer import numbers
 
@@ -258,6 +259,74 @@ def _flat_signs(graph: SymmetryGraph, signs: Signs) -> Tensor:
             )
         parts.append(value.detach().to("cpu", torch.int64))
     return torch.cat([*parts, torch.ones(1, dtype=torch.int64, device="cpu")])
+
+
+def apply_linear(graph: SymmetryGraph, maps: Maps, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Mix units by matrices, which leaves the function unchanged: what makes them by ``A``, what reads them to match.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        maps: group name to ``[*blocks, size, size]``, for linear groups; others stay. The new unit ``j`` is
+            ``sum_k A[j, k]`` of the old ones ``k``. It is computed in float64, and returned in the state's dtypes.
+        state: state dict, or a stack of states with leading sample axes; every sample is mixed alike.
+
+    Raises:
+        SymmetryError: what does not belong to the graph, singular matrices, and others where a group is orthogonal.
+    """
+    graph.require_verified()
+    graph.check_state(state, finite=False)
+    return linear_tensors(graph, maps, state)
+
+
+def linear_tensors(graph: SymmetryGraph, maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`apply_linear`, for any subset of the tensors."""
+    check_elements(maps, "maps")
+    groups = {g.name: g for g in graph.linears}
+    for name in sorted(maps.keys() - groups.keys()):
+        raise graph.unknown_group(name, groups)
+    mixed = as_given(tensors, tensors)
+    for name, given in maps.items():
+        group, matrices = groups[name], given.detach().to(torch.float64)
+        inverse = _inverse_transposed(group, matrices)
+        for member in group.members:
+            own = matrices if member.exponent > 0 else inverse
+            for alias in graph.aliases[member.parameter]:
+                if alias in mixed:
+                    ndim = len(graph.shapes[member.parameter])
+                    wide = torch.promote_types(mixed[alias].dtype, torch.float64)
+                    mixed[alias] = _mix_axis(mixed[alias].to(wide), member, own, ndim).to(mixed[alias].dtype)
+    return mixed
+
+
+def _inverse_transposed(group: LinearGroup, matrices: Tensor) -> Tensor:
+    """The inverse of each matrix, transposed; refuses matrices that are no elements of a group."""
+    if tuple(matrices.shape) != group.shape:
+        raise SymmetryError(f"maps[{group.name!r}] has shape {tuple(matrices.shape)}, the group {group.shape}")
+    found, wrong = torch.linalg.inv_ex(matrices)
+    if bool(wrong.any()) or not bool(torch.isfinite(found).all()):
+        raise SymmetryError(f"maps[{group.name!r}] holds a singular matrix, or NaN: units would be lost")
+    found = found.mT
+    if group.orthogonal and not torch.allclose(found, matrices, rtol=0, atol=1e-6):
+        raise SymmetryError(f"maps[{group.name!r}] must be orthogonal: the same tensor makes and reads these units")
+    return found
+
+
+def _mix_axis(tensor: Tensor, member: PermutationMember, matrices: Tensor, ndim: int) -> Tensor:
+    """Mix one tensor along one member's axis; ``ndim`` is its number of axes without leading sample axes."""
+    axis = tensor.ndim - ndim + member.axis
+    index = member.index.reshape(-1, *member.index.shape[-2:]).to(tensor.device)
+    own = matrices.reshape(-1, *matrices.shape[-2:]).to(tensor.device, tensor.dtype)
+    moved = tensor.movedim(axis, -1).clone()
+    if member.within is None or member.within_axis is None:
+        moved[..., index] = torch.einsum("bjk,...bkc->...bjc", own, moved[..., index])
+        return moved.movedim(-1, axis)
+    rows_axis = tensor.ndim - ndim + member.within_axis
+    moved = moved.movedim(rows_axis - (rows_axis > axis), 0)
+    for rows, at, matrix in zip(member.within.reshape(len(index), -1).to(tensor.device), index, own, strict=True):
+        part = moved[rows]
+        part[..., at] = torch.einsum("jk,...kc->...jc", matrix, part[..., at])
+        moved[rows] = part
+    return moved.movedim(0, rows_axis - (rows_axis > axis)).movedim(-1, axis)
 
 
 def apply_signed(graph: SymmetryGraph, element: SignedPermutation, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

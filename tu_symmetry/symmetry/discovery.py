@@ -14,9 +14,10 @@ from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
 from tu_symmetry.symmetry.extraction import permutation_groups
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import Group, Pin, ScaleGroup, SignGroup
+from tu_symmetry.symmetry.groups import Group, LinearGroup, Pin, ScaleGroup, SignGroup
 from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
+from tu_symmetry.symmetry.linear_groups import linear_groups
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import is_continuous
@@ -112,8 +113,8 @@ def discover_symmetries(
         "probe": probe.trained(trained_on),
     }
 
-    def walk(nestings: Nestings, *, signs: bool = False) -> Ledger:
-        ledger = interpret(followed, nestings, signs=signs)
+    def walk(nestings: Nestings, kind: Literal["scales", "signs", "linear"] = "scales") -> Ledger:
+        ledger = interpret(followed, nestings, kind)
         for name in unreached:
             pin_what_could_meet(ledger, name, shapes[name])
         return ledger
@@ -126,12 +127,14 @@ def discover_symmetries(
         return SymmetryGraph(*groups, pinned=pins, scale_terms=terms, unknown_operators=unknown, **facts), ledger
 
     graph, ledger, nestings = _best(read)
-    signs, sign_terms = sign_groups(walk(nestings, signs=True), list(aliases), shapes, buffers)
-    graph = replace(graph, signs=signs, sign_terms=sign_terms)
+    signs, sign_terms = sign_groups(walk(nestings, "signs"), list(aliases), shapes, buffers)
+    linears = linear_groups(walk(nestings, "linear"), list(aliases), buffers)
+    graph = replace(graph, signs=signs, sign_terms=sign_terms, linears=linears)
     reasons: dict[Group, str] = {}
-    rescaled: tuple[ScaleGroup | SignGroup, ...] = (*graph.scales, *graph.normalizations, *graph.signs)
+    rescaled: tuple[ScaleGroup | SignGroup | LinearGroup, ...]
+    rescaled = (*graph.scales, *graph.normalizations, *graph.signs, *graph.linears)
     for group in rescaled:
-        own = {m.parameter for m in group.members if not m.buffer}
+        own = {m.parameter for m in group.members} - buffers
         if own <= ledger.partly or any(_could_meet(group, shapes, shapes[name]) for name in unreached):
             reasons[group] = "rescales what the example inputs do not read"
     return graph._without(reasons)
@@ -153,7 +156,9 @@ def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[Sym
     return graph, ledger, nestings
 
 
-def _could_meet(group: ScaleGroup | SignGroup, shapes: dict[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
+def _could_meet(
+    group: ScaleGroup | SignGroup | LinearGroup, shapes: dict[str, tuple[int, ...]], shape: tuple[int, ...]
+) -> bool:
     """Whether a tensor of some shape could meet what a group rescales; a number could be added to anything."""
     lengths = set[int]()
     for member in group.members:

@@ -19,10 +19,12 @@ from tu_symmetry.transfer import moved as on_device
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
+    from tu_symmetry.symmetry.groups import LinearGroup
 
 Permutation = dict[str, Tensor]
 LogScale = dict[str, Tensor]
 Signs = dict[str, Tensor]
+Maps = dict[str, Tensor]
 
 
 class SignedPermutation(NamedTuple):
@@ -66,6 +68,27 @@ def random_signs(graph: SymmetryGraph, *, generator: torch.Generator | None = No
     return {
         g.name: 2 * torch.randint(2, (g.size,), generator=source, device=source.device).cpu() - 1 for g in graph.signs
     }
+
+
+def random_linear(graph: SymmetryGraph, *, generator: torch.Generator | None = None, std: float = 0.3) -> Maps:
+    """Random matrices for every linear group; name to float64 ``[*blocks, size, size]`` on the CPU.
+
+    They are orthogonal from left and right, with singular values between whose logarithms have the deviation ``std``,
+    all 1 where a group is orthogonal.
+    """
+    source = own_generator(generator)
+    return {g.name: random_matrices(g, source, std=std) for g in graph.linears}
+
+
+def random_matrices(group: LinearGroup, generator: torch.Generator, *, std: float = 0.3) -> Tensor:
+    """Random elements of one linear group, see :func:`random_linear`."""
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).cpu()
+
+    left, right = (torch.linalg.qr(drawn(group.shape)).Q for _ in range(2))
+    spread = torch.exp((0.0 if group.orthogonal else std) * drawn(group.shape[:-1]))
+    return left * spread.unsqueeze(-2) @ right
 
 
 def parent_of(name: str, permutation: Mapping[str, Tensor]) -> str | None:

@@ -16,6 +16,7 @@ from tu_symmetry.states import SymmetryError, check_tensor
 from tu_symmetry.symmetry.drawing import to_html, to_picture
 from tu_symmetry.symmetry.groups import (
     Group,
+    LinearGroup,
     NormalizationGroup,
     PermutationGroup,
     PermutationMember,
@@ -49,6 +50,7 @@ class SymmetryGraph(Brief):
         unknown_operators: operators without a rule that were met (everything they touch is pinned).
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
         signs: units whose entries may all change their sign.
+        linears: units that matrices may mix.
         sign_terms: for each tensor, the signs of all sign groups that multiply it, as ``scale_terms`` tells factors.
         branch: None, or the line where ``forward`` branches on values: the groups hold for inputs that go the same way.
         constants: buffers whose values the network reads: the symmetries are those of a network with these values.
@@ -73,6 +75,7 @@ class SymmetryGraph(Brief):
     scale_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
     signs: tuple[SignGroup, ...] = ()
     sign_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
+    linears: tuple[LinearGroup, ...] = ()
     architecture: str = ""
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -102,8 +105,8 @@ class SymmetryGraph(Brief):
         raise KeyError(str(self.unknown_group(name, (g.name for g in self.groups()))))
 
     def groups(self) -> Iterator[Group]:
-        """All groups: permutations, then scales, then normalizations, then signs."""
-        return iter((*self.permutations, *self.scales, *self.normalizations, *self.signs))
+        """All groups: permutations, scales, normalizations, signs, then linear maps."""
+        return iter((*self.permutations, *self.scales, *self.normalizations, *self.signs, *self.linears))
 
     def children(self, name: str) -> tuple[PermutationGroup, ...]:
         """The permutation groups nested directly in the group ``name``."""
@@ -142,6 +145,7 @@ class SymmetryGraph(Brief):
             scale_terms=_terms_without(self.scale_terms, (*self.scales, *self.normalizations), reasons),
             signs=tuple(g for g in self.signs if g not in reasons),
             sign_terms=_terms_without(self.sign_terms, self.signs, reasons),
+            linears=tuple(g for g in self.linears if g not in reasons),
             pinned=(*self.pinned, *dict.fromkeys(pins)),
             by_hand=self.by_hand - gone.keys(),
         )
@@ -261,7 +265,7 @@ class SymmetryGraph(Brief):
 
     def facts(self) -> list[tuple[str, str]]:
         """What the graph holds, in a line for each kind of group."""
-        wanted = ("state", "permutations", "scales", "normalizations", "signs", "failed")
+        wanted = ("state", "permutations", "scales", "normalizations", "signs", "linears", "failed")
         return [("of", self.architecture or "a network"), *(fact for fact in summary(self) if fact[0] in wanted)]
 
     def __str__(self) -> str:

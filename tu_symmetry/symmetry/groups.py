@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -128,7 +129,39 @@ class SignGroup:
     exact: bool = True
 
 
-Group = PermutationGroup | ScaleGroup | SignGroup
+@dataclass(frozen=True, eq=False)
+class LinearMember(PermutationMember):
+    """One axis of one parameter that a linear group mixes: by a map (exponent 1), or by its inverse transposed (-1)."""
+
+    exponent: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class LinearGroup:
+    """Units that nothing but linear maps makes and reads: an invertible matrix may mix them, another one in each block.
+
+    Attributes:
+        size: number of units that are mixed (in each block).
+        members: every axis of every parameter that is mixed.
+        blocks: shape of the blocks, which stay where they are.
+        orthogonal: whether only orthogonal matrices may: where a tensor makes and reads the units.
+    """
+
+    kind: ClassVar[str] = "linear"
+    name: str
+    size: int
+    members: tuple[LinearMember, ...] = field(repr=False)
+    blocks: tuple[int, ...] = ()
+    orthogonal: bool = False
+    exact: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of an element of the group: ``(*blocks, size, size)``."""
+        return (*self.blocks, self.size, self.size)
+
+
+Group = PermutationGroup | ScaleGroup | SignGroup | LinearGroup
 
 
 class Pin(NamedTuple):
@@ -150,6 +183,23 @@ class ScaleTerm:
 
     exponent: float
     index: Tensor
+
+
+def numbers_at(index: Tensor, member: PermutationMember) -> Tensor | None:
+    """What an index tensor of :class:`ScaleTerm` holds at a member's positions; None where these do not tell.
+
+    Returns ``[blocks * size, copies]``.
+    """
+    axes = [axis for axis, size in enumerate(index.shape) if size > 1]
+    positions = member.index.reshape(-1, *member.index.shape[-2:])
+    if axes == [member.axis]:
+        return index.reshape(-1)[positions].flatten(0, 1)
+    if member.within is None or member.within_axis is None or set(axes) != {member.axis, member.within_axis}:
+        return None
+    table = index.movedim((member.within_axis, member.axis), (0, 1)).reshape(-1, index.shape[member.axis])
+    pairs = zip(member.within.reshape(len(positions), -1), positions, strict=True)
+    found = torch.stack([table[rows][:, at] for rows, at in pairs])  # [blocks, rows, size, copies]
+    return found[:, 0].flatten(0, 1) if bool((found == found[:, :1]).all()) else None
 
 
 def some(names: Sequence[str], between: str = ", ", show: Callable[[str], str] = repr) -> str:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,12 +58,14 @@ class Nestings:
         return Nestings(self.turned | {step for step, blocks in steps if among(blocks, met).any()}, nested)
 
 
-def interpret(traces: Sequence[Trace], nestings: Nestings, *, signs: bool = False) -> Ledger:
+def interpret(
+    traces: Sequence[Trace], nestings: Nestings, kind: Literal["scales", "signs", "linear"] = "scales"
+) -> Ledger:
     """Run the rules over traced passes, which make their demands on the same units, those of the parameters.
 
-    With ``signs``, the factors that they follow are 1 and -1.
+    What they follow beside permutations, :class:`~.ledger.Ledger` says.
     """
-    ledger = Ledger(signs, turned=nestings.turned, nested=nestings.nested)
+    ledger = Ledger(kind, turned=nestings.turned, nested=nestings.nested)
     readings: dict[int, list[Reading]] = {}
     for traced in traces:
         reading = Reading()
@@ -129,6 +131,8 @@ class _Interpreter:
         alike = known and array.size > 0 and array.dtype.kind in "fiub" and bool((array == array.flat[0]).all())
         value = views.uniform(array.shape, float(array.flat[0]) if alike else None)
         value = replace(value, zero=known and array.size > 0 and not array.any())
+        if self.ledger.linear and not value.zero:
+            return pinned_value(array.shape, "a constant")
         for axis, size in enumerate(array.shape):
             if size > 1 and array.size and not (array == array.take([0], axis)).all():
                 codes = kinds(np.moveaxis(array, axis, 0).reshape(size, -1))
@@ -202,6 +206,8 @@ class _Interpreter:
         for k, tensor in enumerate(nodes.outputs_of(node)):
             if values[k].scale and isinstance(tensor, Tensor) and not is_continuous(tensor):
                 values[k] = self.ledger.unscaled(values[k])  # what is cut to integers follows no factor
+            if self.ledger.linear and isinstance(tensor, Tensor) and not is_continuous(tensor):
+                self.ledger.pin(values[k], "cut to integers")
         facts = self._facts(node, traits, given, known, values)
         facts |= {"points": points} if points else {}
         if "fills" not in traits:  # what is computed from constants is no longer the number that they hold

@@ -10,7 +10,7 @@ import math
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -61,10 +61,11 @@ class Seen(NamedTuple):
 class Ledger:
     """The demands on units and scales, and the counters that number them.
 
-    Where it follows ``signs``, log-scales are exponents of -1, which count modulo 2.
+    It follows one ``kind`` of maps of units: permutations with positive ``"scales"``; with ``"signs"``, log-scales
+    being exponents of -1, which count modulo 2; or ``"linear"`` maps, which all but linear operators forbid.
     """
 
-    signs: bool = False
+    kind: Literal["scales", "signs", "linear"] = "scales"
     units: int = 0
     variables: int = 1
     places: int = 1 << 32  # the next code of a fixed position that is like no other
@@ -89,6 +90,16 @@ class Ledger:
     partly: frozenset[str] = frozenset()  # parameters of which the example inputs read a part only
     _seen_ids: set[tuple[int, ...]] = field(default_factory=set)
     _origins: list[tuple[int, int, str, int]] = field(default_factory=list)
+
+    @property
+    def signs(self) -> bool:
+        """Whether log-scales are exponents of -1."""
+        return self.kind == "signs"
+
+    @property
+    def linear(self) -> bool:
+        """Whether units are mixed by linear maps."""
+        return self.kind == "linear"
 
     # -- creating -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tu_symmetry.symmetry.groups import Group, PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.groups import Group, LinearGroup, PermutationGroup, ScaleGroup
 
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -20,6 +20,7 @@ TITLES = {
     "scales": "Scale groups",
     "normalizations": "Normalization groups",
     "signs": "Sign groups",
+    "linears": "Linear groups",
 }
 _LEGEND = (
     "Below, weight[0] is axis 0 of a weight, ^-1 the exponent of a factor (1 if none stands), {0-2} the equal "
@@ -67,6 +68,7 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
         "scales": f"{_count(len(graph.scales), 'group')}, {_dimensions(graph.scales)}",
         "normalizations": f"{_count(len(graph.normalizations), 'group')}, {_dimensions(graph.normalizations)}",
         "signs": f"{_count(len(graph.signs), 'group')}, {_count(sum(g.size for g in graph.signs), 'sign')}",
+        "linears": f"{_count(len(graph.linears), 'group')}, {_count(sum(map(_freedom, graph.linears)), 'dimension')}",
         "pinned": pinned or "nothing",
         "failed": "; ".join(f"{name}: {reason}" for name, reason in graph.failed.items()),
         "no rule for": ", ".join(graph.unknown_operators) or "none: every operator that was met has one",
@@ -77,6 +79,12 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
         "tied": "; ".join(" = ".join(names) for names in graph.aliases.values() if len(names) > 1),
     }
     return [(name, text) for name, text in facts.items() if text]
+
+
+def _freedom(group: LinearGroup) -> int:
+    """Dimensions of a linear group."""
+    own = group.size * (group.size - 1) // 2 if group.orthogonal else group.size**2
+    return math.prod(group.blocks) * own
 
 
 def _with(names: Sequence[str], advice: str) -> str:
@@ -156,7 +164,7 @@ def _rows(
         name = f"in each block: {own}" if path else first.name
         if not path and family.stem is not None:
             name = _replace(name, family.stem, family.numbers[0], f"{{{_ranges(family.numbers)}}}")
-        name = "  " * depth + name
+        name = "  " * depth + name + (" (orthogonal)" if getattr(first, "orthogonal", False) else "")
         if note and not getattr(first, "exact", True):
             name += " (up to eps)"
         size = (f"{len(family.groups)} × " if len(family.groups) > 1 else "") + shape_text(first)

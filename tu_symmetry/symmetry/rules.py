@@ -6,7 +6,7 @@ through the call's ledger. An operator without a rule pins everything that it to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +25,7 @@ INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
 TRAITS: dict[str, frozenset[str]] = {}
 PARITIES: dict[str, Parity | Callable[[Call], Parity]] = {}  # what becomes of a change of sign
+LINEAR: dict[str, bool | Callable[[Call], None]] = {}  # whether linear maps of units pass, see `register_rule`
 # What is said of an operator beside its rule; what is not said is not relied on.
 TRAIT_NAMES = {
     "moves": "the entries of its one tensor stand at other places, some at several or at none (views, slices, expand)",
@@ -48,6 +49,7 @@ def register_rule(
     positions: Literal["pin", "keep", "read"] = "pin",
     traits: Collection[str] = (),
     signs: Parity | Callable[[Call], Parity] | None = None,
+    linear: bool | Callable[[Call], None] | None = None,
 ) -> Callable[[R], R]:
     """Register a rule for one or more operators.
 
@@ -63,6 +65,9 @@ def register_rule(
             f(x); ``"positive"``: the demands of ``"follow"``, and a result that never changes its sign (a deviation).
             By default no entry that the operator reads may change its sign, unless the operator ``"moves"``,
             ``"picks"`` or ``"spreads"``: then signs follow. A function tells it for each call.
+        linear: whether the operator is linear in each of its tensors along every axis that the rule does not pin, so
+            that linear maps of units pass; a function pins the axes on which it is not. By default those that
+            ``"move"``, ``"pick"`` or ``"spread"`` are, others pin all that they read.
 
     Raises:
         ValueError: for a trait that does not exist.
@@ -79,7 +84,9 @@ def register_rule(
         for operator in " ".join(operators).split():
             name = operator if "." in operator else f"aten.{operator}"
             RULES[name], POSITIONS[name], TRAITS[name] = rule, positions, frozenset(traits)
-            PARITIES[name] = signs or ("follow" if {"moves", "picks", "spreads"} & set(traits) else "pin")
+            carries = bool({"moves", "picks", "spreads"} & set(traits))
+            PARITIES[name] = signs or ("follow" if carries else "pin")
+            LINEAR[name] = carries if linear is None else linear
         return rule
 
     return add
@@ -139,8 +146,17 @@ class Call:
 
 
 def apply_rule(call: Call) -> Value | Sequence[Value]:
-    """What the operator's rule says; where the ledger follows signs, with what it says of them."""
+    """What the operator's rule says; where the ledger follows signs or linear maps, with what it says of them."""
     rule = RULES.get(call.operator, unknown)
+    if call.ledger.linear:
+        linear = LINEAR.get(call.operator, False)
+        if not linear and "zeros" not in TRAITS.get(call.operator, ()):
+            for value in call.tensors:
+                call.ledger.pin(value, f"operator {call.operator} is not linear")
+            return [pinned_value(shape, f"operator {call.operator} is not linear") for shape in call.outputs]
+        if callable(linear):
+            linear(call)
+        return rule(call)
     if not call.ledger.signs:
         return rule(call)
     parity = PARITIES.get(call.operator, "pin")
@@ -157,6 +173,12 @@ def apply_rule(call: Call) -> Value | Sequence[Value]:
     bare = tree_map_only(Value, lambda v: replace(v, scale=(), **keep), call.arguments)
     found = rule(replace(call, arguments=bare))
     return tree_map_only(Value, lambda v: replace(v, scale=given[0].scale), found) if parity == "odd" else found
+
+
+def pin_axes(call: Call, value: Value, axes: Iterable[int], reason: str) -> None:
+    """Pin the units along some axes of a tensor."""
+    for axis in axes:
+        call.ledger.pin_label(value.labels[axis], reason)
 
 
 def unknown(call: Call) -> Any:

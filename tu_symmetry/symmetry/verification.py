@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import (
+    linear_tensors,
     permute_tensors,
     permute_tensors_,
     scale_tensors,
@@ -25,7 +26,8 @@ from tu_symmetry.symmetry.action import (
     sign_tensors,
     sign_tensors_,
 )
-from tu_symmetry.symmetry.groups import Group, PermutationGroup, ScaleGroup, SignGroup, some
+from tu_symmetry.symmetry.elements import random_matrices
+from tu_symmetry.symmetry.groups import Group, LinearGroup, PermutationGroup, ScaleGroup, SignGroup, some
 from tu_symmetry.symmetry.running.comparison import Certificate, Reference, says_nothing
 from tu_symmetry.symmetry.running.probe import ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import perturb_
@@ -33,7 +35,9 @@ from tu_symmetry.symmetry.running.weights import perturb_
 if TYPE_CHECKING:
     from tu_symmetry.symmetry.graph import SymmetryGraph
 
-Element = dict[Group, Tensor]  # permutations, log-scales and signs (groups of different kinds may have the same name)
+Element = dict[
+    Group, Tensor
+]  # permutations, log-scales, signs, matrices (groups of different kinds may have the same name)
 Plan = tuple[dict[Group, Tensor], bool]  # which blocks of which groups move, as masks; whether by one cycle each
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
 FEW = 8  # units of a block; two blocks of so many move alike by chance in one of 5,040 passes at most
@@ -164,6 +168,8 @@ def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> El
             if not cycles:
                 cycle = torch.where((order == still).all(-1, keepdim=True), cycle, order)
             element[group] = torch.where(moving.unsqueeze(-1), cycle, still)
+        elif isinstance(group, LinearGroup):
+            element[group] = random_matrices(group, generator)
         elif isinstance(group, SignGroup):
             turned = torch.randint(2, (group.size,), generator=generator, device="cpu")
             turned[torch.randint(group.size, (), generator=generator, device="cpu")] = 1
@@ -176,10 +182,10 @@ def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> El
 
 
 def _split(element: Element) -> list[dict[str, Tensor]]:
-    """The permutations, the log-scales and the signs of an element, by name."""
+    """The permutations, the log-scales, the signs and the matrices of an element, by name."""
     return [
         {g.name: e for g, e in element.items() if isinstance(g, kind)}
-        for kind in (PermutationGroup, ScaleGroup, SignGroup)
+        for kind in (PermutationGroup, ScaleGroup, SignGroup, LinearGroup)
     ]
 
 
@@ -218,10 +224,11 @@ def _try(
     """Move one set of weights again and again, of which no copy is kept, until the outputs change."""
     for plan in plans:
         element = _draw(groups, plan, generator)
-        permutation, log_scale, signs = _split(element)
+        permutation, log_scale, signs, maps = _split(element)
         permute_tensors_(graph, permutation, base.state)
         scale_tensors_(graph, log_scale, base.state)
         sign_tensors_(graph, signs, base.state)
+        base.state.update(linear_tensors(graph, maps, base.state))
         if base.keeps_its_outputs():
             continue
         failed = _bisect(graph, _Base(base.probe, base.seed, graph.constants, draws=4), element)
@@ -236,9 +243,9 @@ def _try(
 
 def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Certificate]:
     """The groups of an element that change the outputs on their own."""
-    permutation, log_scale, signs = _split(element)
+    permutation, log_scale, signs, maps = _split(element)
     moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
-    moved = sign_tensors(graph, signs, moved)
+    moved = linear_tensors(graph, maps, sign_tensors(graph, signs, moved))
     found = base.difference(base.probe.run(moved))
     if found.holds:
         return {}

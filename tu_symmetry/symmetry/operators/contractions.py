@@ -11,7 +11,7 @@ from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, nested_in, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.rules import Call, pin_axes, register_rule, unknown
 
 
 def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], output: str) -> Value:
@@ -23,6 +23,10 @@ def contract(call: Call, operands: Sequence[Value], letters: Sequence[str], outp
     fresh = [_nested(ledger, *given, output) for given in zip(operands, letters, partners, strict=True)]
     framed = [views.laid(v, [place[x] for x in own], len(every)) for v, own in zip(fresh, letters, strict=True)]
     nested = {x for v, own in zip(fresh, letters, strict=True) for k, x in enumerate(own) if nested_in(v.labels[k], k)}
+    if ledger.linear:  # pairs of units are summed over, or one tensor's units remain; nothing else is a linear map
+        for value, own in zip(operands, letters, strict=True):
+            alone = [k for k, x in enumerate(own) if sum(x in o for o in letters) + (x in output) != 2]
+            pin_axes(call, value, alone, "entries are summed, or have factors of their own")
     order = sorted(every, key=lambda x: (x in nested, x not in output, sum(x in own for own in letters) < 2))
     full = views.together(ledger, framed, [place[x] for x in order])
     full = replace(full, shape=tuple(max(n, 1) for n in full.shape))
@@ -84,7 +88,15 @@ def add_bias(call: Call, result: Value, bias: Value | None, axis: int) -> Value:
     return result.with_axis(axis, label=label)
 
 
-@register_rule("linear", traits=("spreads",))
+def affine(call: Call) -> None:
+    """A bias is added to all samples and positions."""
+    value: Value = call.get("input", call.get("self", call.get("input1")))
+    channel = 1 if "conv" in call.name and value.ndim > 1 else value.ndim - 1
+    if call.get("bias") is not None:
+        pin_axes(call, value, (k for k in range(value.ndim) if k != channel), "a bias is added to all positions")
+
+
+@register_rule("linear", traits=("spreads",), linear=affine)
 def _linear(call: Call) -> Value:
     value, weight = call.get("input", call.get("self")), call["weight"]
     lead = "abcdefgh"[: value.ndim - 1]
@@ -102,7 +114,7 @@ def _matmul(call: Call) -> Value:
     return contract(call, [a, b], [left, right], lead + rows + columns)
 
 
-@register_rule("addmm", "baddbmm", "_sparse_addmm", traits=("spreads",))
+@register_rule("addmm", "baddbmm", "_sparse_addmm", traits=("spreads",), linear=lambda call: _added(call))
 def _addmm(call: Call) -> Value:
     names = ("mat1", "mat2") if "mat1" in call.arguments else ("batch1", "batch2")
     product = _matmul(call.on(*(call[n] for n in names)))
@@ -126,7 +138,18 @@ def _einsum(call: Call) -> Value:
     return contract(call, operands, letters, dots + "".join(sorted(c for c in joined if joined.count(c) == 1)))
 
 
-@register_rule("scaled_dot_product_attention", signs="follow")
+def _added(call: Call) -> None:
+    value: Value = call.get("mat1", call.get("batch1"))
+    pin_axes(call, value, range(value.ndim - 1), "something is added to all positions")
+
+
+def _heads(call: Call) -> None:
+    for value in call.tensors:
+        units = value.ndim if value is call.get("attn_mask") else value.ndim - 1
+        pin_axes(call, value, range(units), "a softmax reads what it becomes")
+
+
+@register_rule("scaled_dot_product_attention", signs="follow", linear=_heads)
 def _attention(call: Call) -> Value:
     query, key, value = call["query"], call["key"], call["value"]
     ledger = call.ledger
@@ -146,7 +169,7 @@ def _attention(call: Call) -> Value:
     return contract(call, [scores, value], [letters + "xz", letters + "zw"], letters + "xw")
 
 
-@register_rule("bilinear", traits=("spreads",))
+@register_rule("bilinear", traits=("spreads",), linear=affine)
 def _bilinear(call: Call) -> Value:
     a, b, weight = call["input1"], call["input2"], call["weight"]
     lead = "cdefgh"[: a.ndim - 1]
@@ -165,7 +188,7 @@ def _bag(call: Call) -> list[Value]:
     return [found, *(pinned_value(shape, "counts rows") for shape in call.outputs[1:])]
 
 
-@register_rule("cdist", traits=("spreads",), signs="positive")
+@register_rule("cdist", traits=("spreads",), signs="positive", linear=False)
 def _distances(call: Call) -> Value:
     sides = [call["x1"], call["x2"]]
     ndim = len(call.shape)

@@ -9,12 +9,14 @@ import numpy as np
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, moving
-from tu_symmetry.symmetry.operators.contractions import add_bias, contract
+from tu_symmetry.symmetry.operators.contractions import add_bias, affine, contract
 from tu_symmetry.symmetry.rules import Call, register_rule
 
 
 @register_rule(
-    "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d", traits=("spreads",)
+    "conv1d conv2d conv3d convolution conv_transpose1d conv_transpose2d conv_transpose3d",
+    traits=("spreads",),
+    linear=affine,
 )
 def _conv(call: Call) -> Value:
     value, weight = call["input"], call["weight"]

@@ -9,7 +9,7 @@ from typing import Any
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Term, Value, pinned_value, varies
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, Parity, register_rule
+from tu_symmetry.symmetry.rules import GUARD, INACTIVE, RULES, SMALL, Call, Parity, pin_axes, register_rule
 
 
 def join_labels(ledger: Ledger, values: Sequence[Value], shape: tuple[int, ...]) -> tuple[list[Value], Value]:
@@ -64,13 +64,14 @@ def times(scale: tuple[Term, ...], factor: float) -> tuple[Term, ...]:
 
 
 @register_rule("relu rrelu hypot copysign nan_to_num")
-@register_rule("native_dropout conj real imag complex", signs="follow")
+@register_rule("native_dropout conj real imag complex", signs="follow", linear=False)
 @register_rule("leaky_relu", traits=("injective",))
-@register_rule("neg", traits=("injective", "of_statistics"), signs="follow")
+@register_rule("neg", traits=("injective", "of_statistics"), signs="follow", linear=True)
 @register_rule("abs", traits=("of_statistics",), signs="even")
 @register_rule("maximum minimum fmax fmin", traits=("combines",))
-@register_rule("dropout feature_dropout positive float half double", traits=("moves", "same"))
-@register_rule("alpha_dropout", traits=("moves", "same"), signs="pin")
+@register_rule("positive float half double", traits=("moves", "same"))
+@register_rule("dropout feature_dropout", traits=("moves", "same"), linear=lambda call: _drops(call))
+@register_rule("alpha_dropout", traits=("moves", "same"), signs="pin", linear=False)
 def _homogeneous(call: Call) -> list[Value]:
     return [elementwise(call, homogeneous=True)] * len(call.outputs)
 
@@ -103,7 +104,7 @@ register_rule(
 register_rule("_assert_tensor_metadata", positions="keep", traits=("moves",))(
     lambda call: [pinned_value(shape, "a check") for shape in call.outputs]
 )
-register_rule("copy", signs="follow")(
+register_rule("copy", signs="follow", linear=True)(
     lambda call: views.expand(call.ledger, replace(call["src"], parameter=None), call.shape)
 )
 register_rule("polar", signs="follow")(lambda call: scaled_as_first(call, call["abs"], call["angle"]))
@@ -174,7 +175,37 @@ def _noise(call: Call) -> Value:
     return elementwise(call.on(*given, noise)) if given else noise
 
 
-@register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"), signs="follow")
+def _drops(call: Call) -> None:
+    """Entries are dropped one by one while the network trains."""
+    if call.get("train", True) and call.get("p", 0.5) > 0:
+        pin_axes(call, call["input"], range(call["input"].ndim), "entries are dropped")
+
+
+def _sums(call: Call) -> None:
+    """What is the same for all positions along an axis is no unit's own share."""
+    values = [(v, len(call.shape) - v.ndim) for v in call.tensors if not v.zero]
+    number = next((a for a in (call.get("self"), call.get("other")) if isinstance(a, (int, float))), 0)
+    for value, ahead in values:
+        spread = [
+            k for k in range(value.ndim) if any(k + ahead < gap or v.shape[k + ahead - gap] == 1 for v, gap in values)
+        ]
+        pin_axes(call, value, spread if number == 0 else range(value.ndim), "something is added to all positions")
+
+
+def _scales(call: Call) -> None:
+    """Where two tensors have positions, entries have factors of their own; a denominator is not linear."""
+    values = [(v, len(call.shape) - v.ndim) for v in call.tensors]
+    for value, ahead in values:
+        below = "div" in call.name and (value is call.get("other") or not isinstance(call.get("self"), Value))
+        met = [
+            k
+            for k in range(value.ndim)
+            if below or any(v is not value and k + ahead >= gap and v.shape[k + ahead - gap] > 1 for v, gap in values)
+        ]
+        pin_axes(call, value, met, "entries have factors of their own")
+
+
+@register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"), signs="follow", linear=_sums)
 def _add(call: Call) -> Value:
     values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
     if len(values) == 2:
@@ -190,7 +221,9 @@ def _add(call: Call) -> Value:
     return call.ledger.unscaled(value)
 
 
-@register_rule("mul", "div", "true_divide", "divide", "multiply", traits=("combines", "of_statistics"), signs="follow")
+@register_rule(
+    "mul div true_divide divide multiply", traits=("combines", "of_statistics"), signs="follow", linear=_scales
+)
 def multiply(call: Call) -> Value:
     """Products and quotients: scales add and subtract."""
     values = [call[n] for n in ("self", "other") if isinstance(call.get(n), Value)]
@@ -267,7 +300,7 @@ def _where(call: Call) -> Value | list[Value]:
 
 
 @register_rule("fill", signs="follow")
-@register_rule("zero", traits=("zeros",), signs="follow")
+@register_rule("zero", traits=("zeros",), signs="follow", linear=False)
 def _fill(call: Call) -> Value:
     call.pin("value", "fills a tensor")
     filler, written = call.get("value"), call.get("self")

@@ -40,7 +40,7 @@ def _positions(call: Call, axis: int) -> Array:
     return getattr(torch.ops.aten, call.name)(numbers, *given).flatten().numpy()
 
 
-@register_rule("broadcast_tensors", signs="follow")
+@register_rule("broadcast_tensors", signs="follow", linear=True)
 @register_rule("expand", "expand_as", "broadcast_to", positions="keep", traits=("moves",))
 def _expand(call: Call) -> list[Value]:
     return [views.expand(call.ledger, v, shape) for v, shape in zip(call.tensors, call.outputs, strict=False)]
@@ -79,7 +79,7 @@ def _diagonal(call: Call) -> Value:
     return views.drop(call.ledger, found, found.ndim - 1) if call.name == "trace" else found
 
 
-@register_rule("stack", signs="follow")
+@register_rule("stack", signs="follow", linear=True)
 def _stack(call: Call) -> Value:
     values = call["tensors"]
     axis = int(call.get("dim", 0)) % (values[0].ndim + 1)
@@ -87,7 +87,7 @@ def _stack(call: Call) -> Value:
     return views.concatenate(call.ledger, [views.reshape(call.ledger, v, shape) for v in values], axis, nested=True)
 
 
-@register_rule("cat concat concatenate hstack vstack", signs="follow")
+@register_rule("cat concat concatenate hstack vstack", signs="follow", linear=True)
 def _cat(call: Call) -> Value:
     values = [v for v in call["tensors"] if v.shape != (0,)]
     if not values:

@@ -12,7 +12,7 @@ from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Value, among, moving, nested_in, pinned_value, units_of
 from tu_symmetry.symmetry.distinct import different
 from tu_symmetry.symmetry.operators.pointwise import elementwise, times
-from tu_symmetry.symmetry.rules import Call, register_rule
+from tu_symmetry.symmetry.rules import Call, pin_axes, register_rule
 
 FINDING = ("max", "min", "median", "nanmedian", "kthvalue", "mode")
 MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
@@ -44,7 +44,11 @@ def _dims(call: Call, value: Value) -> list[int]:
     return sorted({d % value.ndim for d in ([dims] if isinstance(dims, int) else dims)})
 
 
-@register_rule("mean sum", traits=("pools", "statistic"), signs="follow")
+def _summed(call: Call) -> None:
+    pin_axes(call, call["self"], _dims(call, call["self"]), "summed over")
+
+
+@register_rule("mean sum", traits=("pools", "statistic"), signs="follow", linear=_summed)
 @register_rule("amax amin", traits=("pools", "statistic"))
 @register_rule("logsumexp", traits=("pools",))
 @register_rule("max min linalg_norm linalg_matrix_norm std_mean aminmax median", traits=("statistic",))
