@@ -1,8 +1,8 @@
 """The zoo of architectures on which laws are tested: small modules, inputs, and the groups that they have.
 
 What follows ``has`` in their text are the shapes of all permutation groups (``(blocks..., size)``), and the total
-numbers of positive factors and of signs. They are counted by hand from the architecture, so that claiming too little
-fails as claiming too much does.
+numbers of positive factors, of signs, and of entries of matrices. They are counted by hand from the architecture, so
+that claiming too little fails as claiming too much does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Case:
     scales: int = 0
     normalizations: int = 0
     signs: int = 0
+    linears: int = 0  # entries of all matrices
 
 
 class BasicBlock(nn.Module):
@@ -232,18 +234,18 @@ layernorm_mlp(x=(3, 5)) has [6, 7], scales=13, normalizations=2, signs=2
     )
 # stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36),
 # query-key and value-output (24); the whole stream feeds normalizations only (1)
-transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61
+transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61, linears=96
     Transformer(Attention(12, 3))
-transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61
+transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61, linears=96
     Transformer(Attention(12, 3, fused=True))
 # 2 key-value heads, each read by 2 query heads
-transformer_grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1, signs=49
+grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1, signs=49, linears=36
     Transformer(Attention(12, 4, kv=2))
 # torch's own layer (post-norm) behind a linear embedding
-EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1, signs=26
+EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1, signs=26, linears=64
     embed=(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True), head=(8, 3)
     return self.head(self.layer(self.embed(x)).mean(1))
-TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35, signs=42
+TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35, signs=42, linears=32
     TinyLlama()
 # A product of two positively homogeneous branches: two factors for each unit
 BilinearGate(x=(3, 5)) has [6], scales=12, signs=6
@@ -306,7 +308,7 @@ UnknownOperator(x=(3, 5)) has [4], scales=4
     return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
 # 12 values, 6 rotated pairs, 6 units
 # Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them
-InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24, signs=18
+InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24, signs=18, linears=48
     qkv=(5, 36), out=(12, 6), head=(6, 2)
     batch, tokens, _ = x.shape
     q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
@@ -365,7 +367,7 @@ GlobalFilter(x=(2, 4, 4, 3)) has [5], scales=10, signs=5
     y = torch.fft.rfft2(self.a(x), dim=(1, 2)) * torch.view_as_complex(self.weight)
     return self.head(torch.relu(torch.fft.irfft2(y, s=(4, 4), dim=(1, 2))))
 # Heads (h) in axes of the weights themselves, behind those of their units (d)
-EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36
+EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36, linears=144
     embed=(5, 6), head=(6, 2), bias=[3, 4], q=[6, 3, 4], k=[6, 3, 4], v=[6, 3, 4], out=[3, 4, 6]
     x = self.embed(x)
     q, k, v = (torch.einsum("bti,idh->btdh", x, w) for w in (self.q, self.k, self.v))
@@ -373,7 +375,7 @@ EinsumAttention(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36
     mixed = torch.einsum("bhts,bsdh->btdh", scores.softmax(-1), v)
     return self.head(torch.einsum("btdh,dhu->btu", mixed, self.out))
 # A linear layer whose outputs are viewed as ``[units, heads]``
-HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36
+HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36, linears=144
     embed=(5, 6), qkv=(6, 36), out=(12, 6), head=(6, 2)
     b, t, _ = x.shape
     q, k, v = self.qkv(self.embed(x)).view(b, t, 3, 4, 3).permute(4, 0, 3, 1, 2)
@@ -381,7 +383,7 @@ HeadsLast(x=(2, 4, 5)) has [6, 6, 4, (4, 3), (4, 3)], scales=36, signs=36
     return self.head(self.out(mixed.permute(0, 2, 3, 1).reshape(b, t, 12)))
 # stream 6, experts' outputs 6, experts 4, 7 units in each; scales: 6 and 6, 28 linear halves against the way down
 # Gated experts in stacked weights, all of them computed on copies of the tokens, of which the best two count
-StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40, signs=40
+StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40, signs=40, linears=72
     embed=(5, 6), router=(6, 4), head=(6, 2), up=[4, 6, 14], bias=[4, 14], down=[4, 7, 6]
     tokens = self.embed(x).flatten(0, 1)
     gates = self.router(tokens).softmax(-1)
@@ -393,14 +395,14 @@ StackedExperts(x=(2, 3, 5)) has [6, 6, 4, (4, 7)], scales=40, signs=40
     return self.head((y * gates.t()[..., None]).sum(0)).unflatten(0, x.shape[:2])
 # scales: 12 of the values; 4 between queries and pooling, and 4 between pooling and keys, all heads alike
 # Queries are pooled by a depthwise convolution over samples and heads that are one axis (as in MViT)
-PooledHeads(x=(2, 4, 5)) has [3, 4, (3, 4)], scales=20, signs=20
+PooledHeads(x=(2, 4, 5)) has [3, 4, (3, 4)], scales=20, signs=20, linears=48
     qkv=(5, 36), pool=nn.Conv2d(4, 4, 3, padding=1, groups=4), out=(12, 2)
     b, t, _ = x.shape
     q, k, v = self.qkv(x).reshape(b, t, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
     q = self.pool(q.reshape(b * 3, 2, 2, 4).permute(0, 3, 1, 2)).reshape(b, 3, 4, t).transpose(2, 3)
     return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, 12))
 # Cosine attention, whose keys' bias is overwritten with zeros (as in Swin V2)
-OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=6, signs=24
+OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=6, signs=24, linears=48
     qkv=(5, 36), out=(12, 2)
     b, t, _ = x.shape
     bias = self.qkv.bias.clone()
@@ -412,10 +414,10 @@ OverwrittenBias(x=(2, 4, 5)) has [3, (3, 4), (3, 4)], scales=12, normalizations=
 
 
 def case(entry: Entry) -> Case:
-    def counted(permutations: list[Any], scales: int = 0, normalizations: int = 0, signs: int = 0) -> Case:
+    def counted(permutations: list[Any], scales: int = 0, normalizations: int = 0, **more: int) -> Case:
         shapes = [(p,) if isinstance(p, int) else p for p in permutations]
-        counts = scales, normalizations, signs
-        return Case(entry.name, entry.build, lambda: entry.inputs(7, torch.float64), shapes, *counts)
+        inputs = partial(entry.inputs, 7, torch.float64)
+        return Case(entry.name, entry.build, inputs, shapes, scales, normalizations, **more)
 
     return eval(f"counted({entry.words.removeprefix('has ')})")
 

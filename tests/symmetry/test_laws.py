@@ -16,7 +16,8 @@ from zoo import discovered, every_case, named, outputs, relative, small, weights
 import tu_symmetry as tus
 from tu_symmetry.symmetry import action
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
-from tu_symmetry.symmetry.groups import PermutationGroup, SignGroup
+from tu_symmetry.symmetry.elements import random_matrices
+from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup, SignGroup
 from tu_symmetry.symmetry.running.weights import random_state
 
 
@@ -27,6 +28,7 @@ def test_groups_are_those_counted_by_hand(case: Case) -> None:
     assert sum(g.size for g in graph.scales) == case.scales
     assert sum(g.size for g in graph.normalizations) == case.normalizations
     assert sum(g.size for g in graph.signs) == case.signs
+    assert sum(math.prod(g.shape) for g in graph.linears) == case.linears
 
 
 @pytest.mark.sampled(6)
@@ -53,6 +55,9 @@ def test_every_group_moves_something_and_keeps_the_function(case: Case) -> None:
         if isinstance(group, PermutationGroup):
             element = {group.name: torch.arange(group.size).roll(1).expand(group.shape).clone()}
             moved, allowed = tus.apply_permutation(graph, element, state), 1e-9
+        elif isinstance(group, LinearGroup):
+            element = {group.name: random_matrices(group, torch.Generator().manual_seed(2))}
+            moved, allowed = tus.symmetry.apply_linear(graph, element, state), 1e-9
         elif isinstance(group, SignGroup):
             element = {group.name: torch.where(torch.arange(group.size) % 2 == 0, -1, 1)}
             moved, allowed = tus.apply_signs(graph, element, state), 1e-9

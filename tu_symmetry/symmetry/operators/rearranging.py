@@ -9,7 +9,7 @@ import torch
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Array, Value, pinned_value
-from tu_symmetry.symmetry.rules import Call, register_rule, unknown
+from tu_symmetry.symmetry.rules import Call, pin_axes, register_rule, unknown
 
 
 @register_rule(
@@ -181,8 +181,15 @@ def _shuffle(call: Call) -> Value:
     return views.reshape(ledger, views.permute(views.reshape(ledger, value, parts), order), call.shape)
 
 
+def _pads(call: Call) -> None:
+    if call.get("value", 0) != 0:
+        pin_axes(call, call["self"], range(call["self"].ndim), "padded with a number")
+
+
 @register_rule(
-    "pad constant_pad_nd reflection_pad2d replication_pad2d reflection_pad1d replication_pad1d", signs="follow"
+    "pad constant_pad_nd reflection_pad2d replication_pad2d reflection_pad1d replication_pad1d",
+    signs="follow",
+    linear=_pads,
 )
 def _pad(call: Call) -> Value:
     result: Value = call["self"]
