@@ -110,6 +110,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "apply_signed": lambda p: tus.symmetry.apply_signed(graph(), identity_element(graph()), states()[0]),
     "compose_signed": lambda p: tus.symmetry.compose_signed(graph(), *[identity_element(graph())] * 2),
     "invert_signed": lambda p: tus.symmetry.invert_signed(graph(), identity_element(graph())),
+    "random_linear": lambda p: tus.symmetry.random_linear(graph()),
+    "apply_linear": lambda p: tus.symmetry.apply_linear(graph(), tus.symmetry.random_linear(graph()), states()[0]),
+    "rotation_matching": lambda p: tus.alignment.rotation_matching(graph(), *states()),
     "canonical_signs": lambda p: tus.scaling.canonical_signs(graph(), states()[0]),
     "apply_signs": lambda p: tus.apply_signs(graph(), tus.random_signs(graph()), states()[0]),
     "signed_matching": lambda p: tus.alignment.signed_matching(graph(), *states()),
@@ -180,7 +183,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
     "Alignment", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
-    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "SignedPermutation",
+    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "LinearGroup", "SignedPermutation",
     "SymmetryGraph",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
