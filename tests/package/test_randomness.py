@@ -183,8 +183,8 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
     "Alignment", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
-    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "LinearGroup", "SignedPermutation",
-    "SymmetryGraph",  # what comes back
+    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "LinearGroup",
+    "SignedPermutation", "SymmetryGraph",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own

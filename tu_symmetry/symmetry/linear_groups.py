@@ -56,7 +56,7 @@ def _oriented(ledger: Ledger, system: ScaleSystem, group: PermutationGroup) -> l
         for exponent, variables in system.expand(value.scale, value.ndim):
             numbers = numbers_at(torch.from_numpy(np.where(variables == ZERO, -1, variables)), member)
             for k, column in enumerate([] if numbers is None else numbers.T.tolist()):
-                if set(column) != {-1}:
+                if len(set(column)) > 1:  # a factor that all units share says nothing of them
                     factors.add(tuple(column))
                     columns[exponent].append(k)
         if sorted(k for held in columns.values() for k in held) != list(range(member.index.shape[-1])):

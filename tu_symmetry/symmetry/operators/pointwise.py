@@ -156,12 +156,14 @@ def _item(call: Call) -> Value:
     return pinned_value((), "read by the program")
 
 
-@register_rule("empty_like", "new_empty", signs="even")
-@register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",), signs="even")
-@register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"), signs="even")
+@register_rule("empty_like", "new_empty", signs="even", linear=True)
+@register_rule("ones_like", "full_like", "new_ones", "new_full", traits=("fills",), signs="even", linear=True)
+@register_rule("zeros_like", "new_zeros", traits=("fills", "zeros"), signs="even", linear=True)
 def _alike(call: Call) -> Value:
     name = call.name.removeprefix("new_").removesuffix("_like")
     held = {"zeros": 0.0, "ones": 1.0, "full": call.get("fill_value")}.get(name)
+    if call.ledger.linear and held != 0:
+        return pinned_value(call.shape, "a constant")
     return views.uniform(call.shape, float(held) if isinstance(held, (int, float)) else None)
 
 

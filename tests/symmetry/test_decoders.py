@@ -1,0 +1,71 @@
+"""Decoders of transformers, small and with random weights: their groups, counted by hand for each layer.
+
+With a stream of 24 units, 4 heads of 6 (2 of keys and values where queries are grouped), 20 inner units and 2 layers:
+signs of the stream, of the gains of the last norm, and for each layer those of gains and what reads them, of pairs of
+units under rotary positions (3 for each head of keys), of values, and of the linear half of a gated layer; matrices of
+36 entries for the values of each head of values, and for its queries and keys where no positions rotate them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import transformers
+
+import tu_symmetry as tus
+
+SIZES = {
+    "vocab_size": 31, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+GPT2 = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_inner": 20, "n_positions": 32}
+MOE = {"head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+LATENT = {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6,
+    "v_head_dim": 6, "num_key_value_heads": 4,
+}  # fmt: skip
+STREAM, NORM, PAIRS, VALUES, GATED = 24, 24, 2 * 3, 2 * 6, 20
+PLAIN = STREAM + NORM + 2 * (2 * NORM + PAIRS + VALUES + GATED)  # RMSNorm with gains before attention and MLP
+# name, options, signs, entries of all matrices
+DECODERS = [
+    ("Llama", {}, PLAIN, 2 * 72),
+    ("Qwen2", {}, PLAIN, 2 * 72),
+    ("Mistral", {"head_dim": 6}, PLAIN, 2 * 72),
+    ("Phi3", {}, PLAIN, 2 * 72),
+    ("Granite", {}, PLAIN, 2 * 72),
+    ("Mixtral", {"num_local_experts": 4}, PLAIN, 2 * 72),  # experts share their units: their routing is not followed
+    # norms of queries and of keys have gains: each of 2 + 4 heads and both gains turn their 3 pairs, two ways cancel
+    ("Qwen3", {"head_dim": 6}, PLAIN + 2 * (6 * 3 + 3 - PAIRS) - 2 * 3, 2 * 72),
+    ("Qwen3Moe", MOE, PLAIN + 2 * (6 * 3 + 3 - PAIRS) - 2 * 3 - 2 * 8, 2 * 72),
+    # norms multiply by 1 + w, which no sign may turn
+    ("Gemma", {"head_dim": 6}, STREAM + 2 * (PAIRS + VALUES + GATED), 2 * 72),
+    ("Gemma2", {"head_dim": 6}, STREAM + 2 * (PAIRS + VALUES + GATED), 2 * 72),
+    ("Gemma3Text", {"head_dim": 6}, STREAM + 2 * (PAIRS + VALUES + GATED), 2 * 72),
+    # norms of what attention and MLP return, and of all queries and keys
+    ("Olmo2", {}, STREAM + NORM + 2 * (24 + 12 + 6 + VALUES + GATED + 2 * NORM), 2 * 72),
+    # LayerNorm: one sign of the stream; a norm for both branches
+    ("Cohere2", {}, 1 + 2 * (NORM + PAIRS + VALUES + GATED), 2 * 72),
+    # two signs: the last LayerNorm's bias is none of the stream's
+    ("Starcoder2", {}, 2 + 2 * (2 * NORM + PAIRS + VALUES), 2 * 72),
+    # a quarter of each head is rotated: one pair, and four units that a matrix mixes
+    ("GPTNeoX", {}, 1 + NORM + 2 * (2 * NORM + 4 * (1 + 4) + 24), 2 * 4 * (16 + 36)),
+    ("StableLm", {}, 1 + NORM + 2 * (2 * NORM + 2 * (1 + 5) + VALUES + GATED), 2 * 2 * (25 + 36)),
+    ("GPT2", GPT2, 1 + 2 * (2 * NORM + 24 + 24), 2 * 4 * (36 + 36)),
+    ("DeepseekV3", LATENT, 352, 2 * 4 * (36 + 36)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options", "signs", "entries"), DECODERS, ids=[name for name, *_ in DECODERS])
+def test_decoders(name: str, options: dict[str, int], signs: int, entries: int) -> None:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | options, use_cache=False)
+    head = "GPT2LMHeadModel" if name == "GPT2" else f"{name.removesuffix('Text')}ForCausalLM"
+    model, tokens = getattr(transformers, head)(config).eval(), torch.randint(3, 30, (2, 7))
+    graph = tus.discover_symmetries(model, tokens)
+    tus.verify_symmetries(graph, model, tokens, on_failure="raise")
+    assert graph.unknown_operators == ()
+    assert (sum(g.size for g in graph.signs), sum(math.prod(g.shape) for g in graph.linears)) == (signs, entries)
