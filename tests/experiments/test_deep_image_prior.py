@@ -18,6 +18,7 @@ from tu_symmetry.experiments.deep_image_prior import (
     dropout_posterior,
     linearized_posterior,
     report,
+    sampled_against_exact,
     sampled_posterior,
     total_variation_prior,
 )
@@ -259,6 +260,24 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
         exact = la.function_covariance()[1].diagonal().sqrt().view(1, 8, 8).float()
         drawn = read_tensors(tmp_path / "arrays.safetensors")[f"1.{ROWS.index(row)}.deviation"]
         assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)
+
+
+def test_samples_at_full_rank_agree_with_what_is_exact(run, tmp_path):
+    """The gradients, their integral, the determinant, and the density of patches."""
+    options = {"ranks": [22], "num_probes": 40, "num_repeats": 8, "num_samples": 1024, "patches": [1, 2]}
+    gradients, densities = sampled_against_exact(tmp_path, run[0] / "dip", small(), **options).tables
+    assert [line[0] for line in gradients.rows][8:10] == ["log_noise_variance", "log evidence gained"]
+    for name, exact, sampled in gradients.rows[:-2]:
+        mean, error = map(float, sampled.split(" ± "))
+        assert abs(mean - float(exact)) < 5 * error + 0.01 * abs(mean), name
+    gain = float(gradients.caption.split()[-5])
+    assert float(gradients.rows[-3][1]) == pytest.approx(gain, rel=0.05) and gain > 1
+    *scores, determinants, _ = densities.rows
+    for (_, exact, *sampled), tolerance in zip(scores, (1e-3, 1e-3, 0.06, 0.01), strict=True):
+        for cell in sampled[::2]:  # whole
+            assert float(cell.split(" ")[0]) == pytest.approx(float(exact), rel=tolerance)
+    plain, whole, parts, jittered, _ = map(float, determinants[1:])
+    assert whole == parts == pytest.approx(plain, rel=1e-4) and jittered > plain
 
 
 def test_density_of_patches_without_samples_is_that_of_independent_pixels():

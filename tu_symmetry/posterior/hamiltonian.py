@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tu_symmetry._extras import from_extra
-from tu_symmetry.posterior.network import States, derived_seed, require_positive, seeded
-
-
-class Density(Protocol):
-    """What a chain needs to know, as a :class:`~.network.BayesianNetwork` does: a start, and nats at a state."""
-
-    device: torch.device
-    parameters: States
-
-    def potential(self, w: States) -> Tensor:
-        """Negative log-density, up to a constant."""
+from tu_symmetry.posterior.network import BayesianNetwork, States, derived_seed, require_positive, seeded
 
 
 class Transition(NamedTuple):
@@ -33,7 +23,7 @@ class Transition(NamedTuple):
 
 
 class HamiltonianChain:
-    """A chain over the parameters of a network, or of another density, which starts at its own.
+    """A chain over the parameters of a network, which starts at its own.
 
     The random numbers of a transition depend on ``seed`` and the transition's place in the chain only, so that a chain
     that is restored from :meth:`state_dict` equals one that was never interrupted. With ``adapt_step_size`` the step
@@ -42,7 +32,7 @@ class HamiltonianChain:
 
     def __init__(
         self,
-        network: Density,
+        network: BayesianNetwork,
         *,
         step_size: float,
         leapfrog_steps: int,

@@ -3,6 +3,7 @@
 from tu_symmetry.experiments.deep_image_prior.posteriors import (
     dropout_posterior,
     linearized_posterior,
+    sampled_against_exact,
     sampled_posterior,
     total_variation_prior,
 )
@@ -15,6 +16,7 @@ __all__ = [
     "linearized_posterior",
     "report",
     "report_scan",
+    "sampled_against_exact",
     "sampled_posterior",
     "total_variation_prior",
 ]
