@@ -44,7 +44,9 @@ from tu_symmetry.experiments.deep_image_prior.report import (
     prior_table,
 )
 from tu_symmetry.files import read_tensors
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
+from tu_symmetry.tables.outcome import Outcome
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "deep_image_prior"
 
@@ -154,7 +156,9 @@ def test_report_has_table_figures_and_orderings(run, tmp_path):
     root, _, masks = run
     total_variation_prior(root / "tv", size=8, num_samples=8, leapfrog_steps=2).save(root / "tv")
     folders = [[root / name] for name in ("dip", "linearized", "masks")]
-    out = report(tmp_path, str(RECIPES / "demo"), *folders, tv=root / "tv")
+    Outcome({}, "", [Grid("Planted", ["", "a"], [["b", "1"]])]).save(root / "agreement")
+    out = report(tmp_path, str(RECIPES / "demo"), *folders, root / "tv", root / "agreement")
+    assert "Planted" in [grid.title for grid in out.tables]
     (rough,) = [grid for grid in out.tables if grid.title.startswith("Roughness")]
     assert [line[0] for line in rough.rows][::5] == ["reconstruction", "factorized"] and "acceptance" in rough.caption
     text = (tmp_path / "report.md").read_text()

@@ -274,13 +274,17 @@ def total_variation_prior(
     write_safetensors(out / ARRAYS, {"tv": drawn[:: max(1, num_samples // _PRIOR)].float().contiguous()}, {})
     facts = {
         "acceptance": sum(m.acceptance for m in made[warmup:]) / num_samples,
-        "ess": float(estimated_sample_size(found)),
+        "ess": (ess := float(estimated_sample_size(found))),
         "ess_pixel": float(estimated_sample_size(drawn).min()),
         "mean": float(found.mean()) / freedom,
         "variance": float(found.var()) / freedom,
     }
-    shown = ", ".join(f"{name.replace('_', ' of a ')} {value:.3g}" for name, value in facts.items())
-    return Outcome(facts, f"{num_samples} transitions: {shown}")
+    text = (
+        f"acceptance {facts['acceptance']:.2f}; effective samples {ess:.0f} of TV and {facts['ess_pixel']:.0f} of the "
+        f"slowest pixel; mean and variance of lambda TV, both over {freedom}: {facts['mean']:.3f} ± "
+        f"{(freedom * ess) ** -0.5:.3f} and {facts['variance']:.2f} ± {(2 / ess) ** 0.5:.2f}, where the law has 1"
+    )
+    return Outcome(facts, text)
 
 
 def dropout_posterior(

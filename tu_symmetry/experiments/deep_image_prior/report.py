@@ -43,6 +43,7 @@ def report(
     linearized: list[Path],
     dropout: list[Path],
     tv: Path | None = None,
+    agreement: Path | None = None,
 ) -> Outcome:
     """Write ``report.md`` and the figures from what the other commands have left in their files and folders."""
     page = Report(out, recipe)
@@ -63,19 +64,15 @@ def report(
     arrays |= read_tensors(dropout[0] / ARRAYS) if dropout else {}
     image, caption = first.images[0], "samples of the first problem's priors, and its reconstruction"
     if tv is not None:  # at the rate where the expected total variation is the reconstruction's
-        sampled, freedom = Outcome.load(tv).results, image.numel() - 1
-        rate, size = freedom / float(total_variation(image)), sampled["ess"]
+        rate = (image.numel() - 1) / float(total_variation(image))
         arrays["tv"] = (image.mean() + read_tensors(tv / ARRAYS)["tv"] / rate).unsqueeze(1)
-        caption += (
-            f". HMC: acceptance {sampled['acceptance']:.2f}; effective samples {size:.0f} of TV and "
-            f"{sampled['ess_pixel']:.0f} of the slowest pixel; mean and variance of lambda TV, both over {freedom}: "
-            f"{sampled['mean']:.3f} ± {(freedom * size) ** -0.5:.3f} and {sampled['variance']:.2f} ± "
-            f"{(2 / size) ** 0.5:.2f}, where the law has 1; lambda = {rate:.3g}"
-        )
+        caption += f". HMC: {Outcome.load(tv).headline}; lambda = {rate:.3g}"
     page.add(prior_table({"reconstruction": image[None], **_priors(arrays)}, caption), heading=False)
     errors = "truth, filtered back-projection, reconstruction, error and standard deviation of each row"
     paths = "hyperparameters at every evaluation of the evidence, for the first image and geometry"
     covered = "normalized errors with the standard normal, and coverage of central intervals"
+    if agreement is not None:
+        page.add(*Outcome.load(agreement).tables)
     for name, draw, drawn, text in (
         ("images", images_figure, (first, arrays), errors),
         ("samples", samples_figure, (arrays,), "prior samples, and posterior samples, of each row"),
@@ -257,19 +254,10 @@ def _priors(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def prior_table(priors: Mapping[str, Tensor], caption: str) -> Grid:
     """How rough samples ``[samples, 1, height, width]`` are, also relative to the size of what they show."""
-
-    def deviation(images: Tensor) -> float:
-        return float(images.var((-2, -1), correction=0).mean().sqrt())
-
-    def roughness(images: Tensor) -> float:
-        return float(total_variation(images).mean()) / images[0].numel()
-
-    columns = {
-        "TV a pixel": lambda images: f"{roughness(images):.3f}",
-        "std of pixels": lambda images: f"{deviation(images):.3f}",
-        "ratio": lambda images: f"{roughness(images) / deviation(images):.2f}",
-    }
-    return table("Roughness of the priors", priors, columns, caption)
+    rough = {name: float(total_variation(images).mean()) / images[0].numel() for name, images in priors.items()}
+    size = {name: float(images.var((-2, -1), correction=0).mean().sqrt()) for name, images in priors.items()}
+    rows = [[name, f"{rough[name]:.3f}", f"{size[name]:.3f}", f"{rough[name] / size[name]:.2f}"] for name in priors]
+    return Grid("Roughness of the priors", ["", "TV a pixel", "std of pixels", "ratio"], rows, caption)
 
 
 def _place(cell: Cell) -> str:
