@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imread
 from torch.distributions import MultivariateNormal
 from trainings import trainer
 
@@ -17,7 +18,9 @@ from tu_symmetry.experiments.deep_image_prior import (
     dropout_posterior,
     linearized_posterior,
     report,
+    sampled_against_exact,
     sampled_posterior,
+    total_variation_prior,
 )
 from tu_symmetry.experiments.deep_image_prior.posteriors import (
     DIP,
@@ -33,9 +36,17 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     patch_log_density,
     unet_priors,
 )
-from tu_symmetry.experiments.deep_image_prior.report import LEVELS, calibration_table, orderings
+from tu_symmetry.experiments.deep_image_prior.report import (
+    LEVELS,
+    _pictures,
+    calibration_table,
+    orderings,
+    prior_table,
+)
 from tu_symmetry.files import read_tensors
+from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
+from tu_symmetry.tables.outcome import Outcome
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "deep_image_prior"
 
@@ -106,9 +117,50 @@ def test_scores_are_those_of_the_formula(run):
     assert torch.allclose(errors * deviation, error, atol=1e-5)
 
 
+def test_total_variation_of_its_prior_is_gamma_distributed(tmp_path):
+    """It has degree 1: with the mean fixed, of as many degrees of freedom as pixels less one."""
+    found = total_variation_prior(tmp_path, size=4, step_size=0.2, leapfrog_steps=6, num_samples=900).results
+    assert found["ess"] > 100 and 0.4 < found["acceptance"] < 1
+    assert abs(found["mean"] - 1) < 4 * (15 * found["ess"]) ** -0.5
+    assert abs(found["variance"] - 1) < 4 * math.sqrt((2 + 6 / 15) / found["ess"])
+    drawn = read_tensors(tmp_path / "arrays.safetensors")["tv"]
+    assert drawn.shape == (100, 4, 4) and float(drawn.mean((1, 2)).abs().max()) < 1e-6 < float(drawn.std(0).min())
+
+
+def test_the_factorized_prior_has_the_variances_of_tv_predcp_without_its_correlations(run):
+    root, found, _ = run
+    network, x, a, y = one_problem(Reconstructions.load(root / "dip"), 0, small())
+    variances = {n.removesuffix(".variance"): v for n, v in found["hyperparameters"][TV_SEED]["0"].items()}
+    isotropic = [tus.laplace.IsotropicPrior(p.parameters, name=p.name) for p in unet_priors(network)]
+    la = tus.laplace.DualLaplace(network, structured=isotropic, observation=a)
+    la.fit([(x, y.unsqueeze(0))])
+    la.phi = torch.tensor([*(variances[p.name] for p in isotropic), 1.0], dtype=torch.float64).log()
+    drawn = read_tensors(root / "linearized" / "arrays.safetensors")[f"0.{ROWS.index(TV_SEED)}.factorized"]
+    assert torch.allclose(drawn.double(), la.function_samples(100, prior=True)[:, 0], atol=1e-3, rtol=1e-3)
+
+
+def test_roughness_is_counted_by_hand():
+    board = (-1.0) ** torch.arange(8).view(8, 1).add(torch.arange(8)).expand(3, 1, 8, 8)
+    assert prior_table({"board": 5 * board + 1}, "").rows == [["board", "17.500", "5.000", "3.50"]]
+
+
+def test_labels_of_color_bars_lie_inside_the_figure(tmp_path):
+    """Scales whose ticks take one or two digits."""
+    scales = (0.83, 0.39, 0.38, 0.245)
+    line = {top: torch.full((1, 28, 28), top) for top in scales}
+    _pictures(tmp_path / "a.png", [[("a", own, "gray"), ("b", own, "error")] for own in line.values()])
+    assert imread(tmp_path / "a.png")[:, -1, :3].min() == 1
+
+
 def test_report_has_table_figures_and_orderings(run, tmp_path):
     root, _, masks = run
-    out = report(tmp_path, str(RECIPES / "demo"), [root / "dip"], [root / "linearized"], [root / "masks"])
+    total_variation_prior(root / "tv", size=8, num_samples=8, leapfrog_steps=2).save(root / "tv")
+    folders = [[root / name] for name in ("dip", "linearized", "masks")]
+    Outcome({}, "", [Grid("Planted", ["", "a"], [["b", "1"]])]).save(root / "agreement")
+    out = report(tmp_path, str(RECIPES / "demo"), *folders, root / "tv", root / "agreement")
+    assert "Planted" in [grid.title for grid in out.tables]
+    (rough,) = [grid for grid in out.tables if grid.title.startswith("Roughness")]
+    assert [line[0] for line in rough.rows][::5] == ["reconstruction", "factorized"] and "acceptance" in rough.caption
     text = (tmp_path / "report.md").read_text()
     assert all(row in text for row in ROWS) and "not at hand" in text
     assert {p.stem for p in tmp_path.glob("*.png")} == {
@@ -197,10 +249,10 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
     root, _, _ = run
     found = sampled_posterior(
         tmp_path, root / "dip", small(), num_steps=2, num_probes=4, num_samples=400, rank=10, max_iterations=200,
-        patches=[1, 2], tv_weight={2: 1e-3, 4: 1e-2}, hyperprior_probes=8,
+        patches=[1, 2], tv_weight={2: 1e-3, 4: 1e-2}, hyperprior_probes=8, noise_correction=False,
     ).results  # fmt: skip
-    assert {entry["patch"] for entry in found["rows"]} == {1, 2} and len(found["rows"]) == 24
-    assert {entry["row"] for entry in found["rows"]} == {EVIDENCE, TV_SEED, TV_CODE}
+    assert {entry["patch"] for entry in found["rows"]} == {1, 2} and len(found["rows"]) == 40
+    assert {entry["row"] for entry in found["rows"]} == {DIP, DIP_FITTED, EVIDENCE, TV_SEED, TV_CODE}
     assert len({found["hyperparameters"][row]["1"]["inc.lengthscale"] for row in (EVIDENCE, TV_SEED, TV_CODE)}) == 3
     saved = Reconstructions.load(root / "dip")
     network, x, a, y = one_problem(saved, 1, small())
@@ -212,6 +264,24 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
         exact = la.function_covariance()[1].diagonal().sqrt().view(1, 8, 8).float()
         drawn = read_tensors(tmp_path / "arrays.safetensors")[f"1.{ROWS.index(row)}.deviation"]
         assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)
+
+
+def test_samples_at_full_rank_agree_with_what_is_exact(run, tmp_path):
+    """The gradients, their integral, the determinant, and the density of patches."""
+    options = {"ranks": [22], "num_probes": 40, "num_repeats": 8, "num_samples": 1024, "patches": [1, 2]}
+    gradients, densities = sampled_against_exact(tmp_path, run[0] / "dip", small(), **options).tables
+    assert [line[0] for line in gradients.rows][8:10] == ["log_noise_variance", "log evidence gained"]
+    for name, exact, sampled in gradients.rows[:-2]:
+        mean, error = map(float, sampled.split(" ± "))
+        assert abs(mean - float(exact)) < 5 * error + 0.01 * abs(mean), name
+    gain = float(gradients.caption.split()[-5])
+    assert float(gradients.rows[-3][1]) == pytest.approx(gain, rel=0.05) and gain > 1
+    *scores, determinants, _ = densities.rows
+    for (_, exact, *sampled), tolerance in zip(scores, (1e-3, 1e-3, 0.06, 0.01), strict=True):
+        for cell in sampled[::2]:  # whole
+            assert float(cell.split(" ")[0]) == pytest.approx(float(exact), rel=tolerance)
+    plain, whole, parts, jittered, _ = map(float, determinants[1:])
+    assert whole == parts == pytest.approx(plain, rel=1e-4) and jittered > plain
 
 
 def test_density_of_patches_without_samples_is_that_of_independent_pixels():

@@ -3,9 +3,20 @@
 from tu_symmetry.experiments.deep_image_prior.posteriors import (
     dropout_posterior,
     linearized_posterior,
+    sampled_against_exact,
     sampled_posterior,
+    total_variation_prior,
 )
 from tu_symmetry.experiments.deep_image_prior.report import report, report_scan
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 
-__all__ = ["UNet", "dropout_posterior", "linearized_posterior", "report", "report_scan", "sampled_posterior"]
+__all__ = [
+    "UNet",
+    "dropout_posterior",
+    "linearized_posterior",
+    "report",
+    "report_scan",
+    "sampled_against_exact",
+    "sampled_posterior",
+    "total_variation_prior",
+]

@@ -25,7 +25,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
 from tu_symmetry.files import read_tensors
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid, measured, verdict
-from tu_symmetry.routines.deep_image_prior import Reconstructions
+from tu_symmetry.routines.deep_image_prior import Reconstructions, total_variation
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import Found, Report, table
 
@@ -36,7 +36,15 @@ LEVELS = (0.5, 0.8, 0.9, 0.95)
 _MARGIN = 0.3  # nats a pixel, linearized above DIP (variance 1) at 5 and 10 angles
 
 
-def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list[Path], dropout: list[Path]) -> Outcome:
+def report(
+    out: Path,
+    recipe: str,
+    reconstructions: list[Path],
+    linearized: list[Path],
+    dropout: list[Path],
+    tv: Path | None = None,
+    agreement: Path | None = None,
+) -> Outcome:
     """Write ``report.md`` and the figures from what the other commands have left in their files and folders."""
     page = Report(out, recipe)
     found = [Outcome.load(folder).results for folder in linearized]
@@ -54,9 +62,17 @@ def report(out: Path, recipe: str, reconstructions: list[Path], linearized: list
     page.list("Orderings, on the images that were run", answers)
     first, arrays = problems[0], read_tensors(linearized[0] / ARRAYS)
     arrays |= read_tensors(dropout[0] / ARRAYS) if dropout else {}
+    image, caption = first.images[0], "samples of the first problem's priors, and its reconstruction"
+    if tv is not None:  # at the rate where the expected total variation is the reconstruction's
+        rate = (image.numel() - 1) / float(total_variation(image))
+        arrays["tv"] = (image.mean() + read_tensors(tv / ARRAYS)["tv"] / rate).unsqueeze(1)
+        caption += f". HMC: {Outcome.load(tv).headline}; lambda = {rate:.3g}"
+    page.add(prior_table({"reconstruction": image[None], **_priors(arrays)}, caption), heading=False)
     errors = "truth, filtered back-projection, reconstruction, error and standard deviation of each row"
     paths = "hyperparameters at every evaluation of the evidence, for the first image and geometry"
     covered = "normalized errors with the standard normal, and coverage of central intervals"
+    if agreement is not None:
+        page.add(*Outcome.load(agreement).tables)
     for name, draw, drawn, text in (
         ("images", images_figure, (first, arrays), errors),
         ("samples", samples_figure, (arrays,), "prior samples, and posterior samples, of each row"),
@@ -227,6 +243,23 @@ def orderings(entries: Entries) -> list[str]:
     return lines
 
 
+def _priors(arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Samples ``[samples, 1, height, width]`` of the first problem's priors by name, those that are there."""
+    keys = {"total variation": "tv"} | {
+        _short(row): f"0.{ROWS.index(row)}.prior" for row in (EVIDENCE, TV_SEED, TV_CODE)
+    }
+    keys["factorized"] = f"0.{ROWS.index(TV_SEED)}.factorized"
+    return {name: arrays[key] for name, key in keys.items() if key in arrays}
+
+
+def prior_table(priors: Mapping[str, Tensor], caption: str) -> Grid:
+    """How rough samples ``[samples, 1, height, width]`` are, also relative to the size of what they show."""
+    rough = {name: float(total_variation(images).mean()) / images[0].numel() for name, images in priors.items()}
+    size = {name: float(images.var((-2, -1), correction=0).mean().sqrt()) for name, images in priors.items()}
+    rows = [[name, f"{rough[name]:.3f}", f"{size[name]:.3f}", f"{rough[name] / size[name]:.2f}"] for name in priors]
+    return Grid("Roughness of the priors", ["", "TV a pixel", "std of pixels", "ratio"], rows, caption)
+
+
 def _place(cell: Cell) -> str:
     return f"{cell[1]} angles at {100 * cell[0]:g} %"
 
@@ -255,16 +288,13 @@ def images_figure(path: Path, found: Reconstructions, arrays: Mapping[str, Tenso
 
 
 def samples_figure(path: Path, arrays: Mapping[str, Tensor]) -> None:
-    """Prior and posterior samples of the linearized rows, and of dropout, for the first problem."""
-    lines: dict[str, list[Picture]] = {}
+    """Prior samples of each kind, and posterior samples of linearized rows and of dropout, for the first problem."""
+    drawn = {f"{name}\nprior": images for name, images in _priors(arrays).items()}
     for row in (EVIDENCE, TV_SEED, TV_CODE, DROPOUT):
-        for kind, name in (("prior", "prior"), ("samples", "posterior")):
-            drawn = arrays.get(f"0.{ROWS.index(row)}.{kind}")
-            if drawn is not None:
-                lines[f"{_short(row)}\n{name}".replace(", ", ",\n")] = [
-                    (f"sample {k}", image, "gray") for k, image in enumerate(drawn, 1)
-                ]
-    _pictures(path, list(lines.values()), list(lines))
+        if (key := f"0.{ROWS.index(row)}.samples") in arrays:
+            drawn[f"{_short(row)}\nposterior"] = arrays[key]
+    lines = [[(f"sample {k}", image, "gray") for k, image in enumerate(images[:3], 1)] for images in drawn.values()]
+    _pictures(path, lines, [name.replace(", ", ",\n") for name in drawn])
 
 
 def calibration_figure(path: Path, entries: Entries) -> None:
@@ -325,7 +355,7 @@ def _pictures(path: Path, panels: Sequence[Sequence[Picture]], names: Sequence[s
                 if k == 0 or not names:
                     ax.set_title(title, fontsize=6)
             if "error" in drawn:
-                line[0].figure.colorbar(drawn["error"], ax=line, pad=0.01, label="error, std")
+                line[0].figure.colorbar(drawn["error"], ax=line, pad=0.01, label="error, std", format="%.2f")
             line[0].set_ylabel(names[k] if names else "", fontsize=6)
         style = {"location": "bottom", "aspect": 30, "shrink": 2 / axes.shape[1], "pad": 0.01}
         line[0].figure.colorbar(drawn["gray"], ax=axes, label="pixel value, clipped", **style)
