@@ -66,7 +66,7 @@ def shown(runs: list[dict[str, Any]], column: str = "nll") -> str:
 
 
 def test_choices_read_what_they_write() -> None:
-    for text in ("tangent_mode/per_group/flat", "map/single"):
+    for text in ("tangent_mode/per_group/flat", "map/single", "map/single/diag", "tangent_mode/single/last_layer"):
         assert Choice.parse(text).key == text
     assert title_of("tangent_mode/per_group/flat") == "M(θ*), several λ, no hyperprior"
     for wrong in ("theta/single", "map", "map/both", "map/single/round", "full/single"):
