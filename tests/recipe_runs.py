@@ -116,7 +116,7 @@ def shortened(recipe: Path, folder: Path, keep: Collection[str], edit: Edit) -> 
 
 
 LEAST = {  # what is at most so large in a small run
-    1: "burn_in repeats counts runs pairs epochs depth neighbors",
+    1: "burn_in repeats counts runs pairs epochs depth neighbors cycle_start",
     2: "check_val_every_n_epoch every_n_epochs leapfrog_steps num_members orders num_estimators num_repeats heads "
     "num_samples steps_per_epoch num_steps num_probes refresh_every hyperprior_probes max_iterations",
     3: "points",

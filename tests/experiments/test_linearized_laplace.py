@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,11 @@ from tu_symmetry.experiments.linearized_laplace import (
     SmallIDXDataModule,
     Trained,
     Transformer,
+    compare_depths,
     optimize_evidence,
+    report_depths,
 )
+from tu_symmetry.experiments.linearized_laplace.depth import rank_table
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, marks, parse_all, scores, title_of
 from tu_symmetry.experiments.linearized_laplace.toy import band_title, bands_table
@@ -61,7 +66,7 @@ def shown(runs: list[dict[str, Any]], column: str = "nll") -> str:
 
 
 def test_choices_read_what_they_write() -> None:
-    for text in ("tangent_mode/per_group/flat", "map/single"):
+    for text in ("tangent_mode/per_group/flat", "map/single", "map/single/diag", "tangent_mode/single/last_layer"):
         assert Choice.parse(text).key == text
     assert title_of("tangent_mode/per_group/flat") == "M(θ*), several λ, no hyperprior"
     for wrong in ("theta/single", "map", "map/both", "map/single/round", "full/single"):
@@ -134,6 +139,13 @@ def test_bands_and_their_report(tmp_path: Path) -> None:
     for where in ("map", "tangent_mode"):
         assert gaps[f"{where}/per_group"] == pytest.approx([gaps[f"{where}/per_group"][one]] * 5, rel=1e-3)
         assert max(gaps[f"{where}/single"]) > 1.1 * min(gaps[f"{where}/single"])
+    exact, unbiased, *others = found["offsets"].values()  # of f - J theta~
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm1d):
+                module.running_mean = module.running_var = None
+        bias = float(model[-1].bias.abs()) * 1000**0.5 / float(model(data.test.x).norm())
+    assert exact < 1e-12 < bias == pytest.approx(unbiased, rel=1e-3) and min(others) > 0.1
     losses = {
         name: torch.tensor(found["along"][name], dtype=torch.float64) for name in ("ratios", "network", "tangent")
     }
@@ -146,6 +158,61 @@ def test_bands_and_their_report(tmp_path: Path) -> None:
     torch.testing.assert_close(a * losses["ratios"] ** 2 + b * losses["ratios"] + c, losses["tangent"])
     assert a > 0 > b  # a parabola with its minimum at a positive factor
     assert (tmp_path / "report" / "scale.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evidence_of_every_depth(tmp_path: Path) -> None:
+    """At its maximum over one precision, found by hand, for any number of layers; what criteria choose; the report."""
+    data, folders, states = CurveDataModule(train_size=20, test_size=30), {}, {}
+    for name, hidden in (("1", [4]), ("4", [3] * 4)):
+        store = SampleStore.create(folders.setdefault(name, tmp_path / name), architecture="MLP", method="none")
+        for seed in range(2):
+            states[name] = initialized(BatchNormMLP(hidden).double(), seed).state_dict()
+            store.append(states[name], step=seed)
+    outcome = compare_depths(tmp_path / "out", folders, data)
+    outcome.save(tmp_path / "out")
+    rows = outcome.results["rows"]
+    for name, hidden in (("1", [4]), ("4", [3] * 4)):
+        row, model = rows[name][1], BatchNormMLP(hidden).double().eval()
+        model.load_state_dict(states[name])
+        own = dict(model.named_parameters())
+        per_weight = torch.func.jacrev(partial(torch.func.functional_call, model))(own, (data.train.x,))
+        jacobian = torch.cat([per_weight[n].reshape(20, -1) for n in own], 1).detach()
+        theta = torch.cat([p.reshape(-1) for p in own.values()]).detach()
+        assert row["weights"] == len(theta)
+        outputs = model(data.train.x)[:, 0].detach()
+        error = {"tangent_mode": data.train.y - outputs + jacobian @ theta, "map": data.train.y - outputs}
+        variances = torch.logspace(-12, 6, 1801, dtype=torch.float64)
+        kernels = 0.04 * torch.eye(20, dtype=torch.float64) + variances.view(-1, 1, 1) * (jacobian @ jacobian.T)
+        for where, residual in error.items():
+            fit = residual.square().sum() / 0.04 + theta.square().sum() / variances
+            if where == "tangent_mode":
+                fit = torch.linalg.solve(kernels, residual) @ residual
+            values = -0.5 * (kernels.logdet() + fit + 20 * math.log(2 * math.pi))
+            assert row[f"{where}/single"]["log_evidence"] == pytest.approx(float(values.max()), abs=0.01)
+            assert row[f"{where}/per_group"]["log_evidence"] >= row[f"{where}/single"]["log_evidence"] - 1e-6
+            assert row[f"{where}/single"]["converged"]
+        normal = torch.distributions.Normal(model(data.test.x)[:, 0].detach(), 0.2)
+        assert row["network"] == pytest.approx(-float(normal.log_prob(data.test.y).mean()))
+        assert row["train"] == pytest.approx(float(error["map"].square().mean().sqrt()))
+        loss = (model.train()(data.train.x)[:, 0] - data.train.y).square().mean().sqrt()
+        assert row["loss"] == pytest.approx(float(loss.detach())) != row["train"]
+    report_depths(tmp_path / "report", "linearized_laplace/depth", {"curve": tmp_path / "out"})
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert f"{rows['1'][0]['weights']} |" in text and (tmp_path / "report" / "depths.png").is_file()
+
+
+def test_what_a_criterion_chooses_and_what_that_costs() -> None:
+    def run(evidence: float, nll: float, weights: int) -> dict[str, Any]:
+        keys = [f"{where}/{prior}" for where in ("map", "tangent_mode") for prior in ("single", "per_group")]
+        errors = {"network": 2 * nll, "loss": -weights, "train": weights, "weights": weights}
+        return errors | {key: {"log_evidence": evidence, "nll": nll} for key in keys}
+
+    rows = {"1": [run(-5, 0.4, 1), run(-2, 0.1, 1)], "2": [run(-3, 0.2, 2), run(-4, 0.3, 2)]}
+    rows["5"] = [run(-9, 0.7, 3), run(-9, 0.2, 3)]
+    found = {row[0]: row[1:] for row in rank_table({"rows": rows}, "").rows}
+    assert found["log Z, M(θ*), several λ"] == ["2, 1", "0.75 ± 0.25", "0.000 ± 0.000"]
+    assert found["training error, batch statistics"][0] == "5, 5"
+    assert found["number of weights"][::2] == ["1, 1", "0.200 ± 0.200"]
 
 
 @pytest.fixture(scope="module")

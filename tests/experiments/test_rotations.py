@@ -20,7 +20,7 @@ from tu_symmetry.posterior.samples import SampleStore
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ANGLES = (0.0, 30.0, 90.0)
-CHOICES = ("map/single", "tangent_mode/per_group")
+CHOICES = ("map/single", "tangent_mode/per_group", "map/single/diag", "tangent_mode/single/last_layer")
 SETTINGS = Settings(batch_size=200, tolerance=0.3, mode_tolerance=1.0, max_iterations=3, num_samples=40)
 RECIPE = "linearized_laplace/rotation-mnist-small"
 
@@ -44,7 +44,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CNN, dict[
             optimizer.step()
         store.append({name: t.detach().clone() for name, t in model.state_dict().items()}, step=seed)
     networks = Trained(CNN(width=2), folder / "samples")
-    found = measure_rotations(folder / "out", networks, data, CHOICES, ANGLES, SETTINGS, device="cpu")
+    pairs = {"pair": [folder / "samples"]}
+    found = measure_rotations(folder / "out", networks, data, CHOICES, ANGLES, SETTINGS, pairs, device="cpu")
     found.save(folder / "out")
     model.eval()
     return folder, model, found.results
@@ -78,7 +79,7 @@ def test_rows_are_what_they_say(measured: tuple[Path, CNN, dict[str, Any]]) -> N
     """The network, the evidence's posterior, and the same with the temperature of the images that are not turned."""
     _, model, results = measured
     data, rows = digits(), results["rows"]
-    assert list(rows) == ["network", "scaled", *(name for c in CHOICES for name in (c, c + CALIBRATED))]
+    assert list(rows) == ["network", "scaled", *(name for c in (*CHOICES, "pair") for name in (c, c + CALIBRATED))]
     for angle in ANGLES:
         x = rotate(data.test.x, angle)
         found = rows["network"][1]["by_angle"][f"{angle:g}"]["nll"]
@@ -101,6 +102,32 @@ def test_rows_are_what_they_say(measured: tuple[Path, CNN, dict[str, Any]]) -> N
     assert plain != pytest.approx(mended, rel=1e-3), "vacuous: one is the other"
 
 
+def test_ensembles_and_other_curvatures_are_what_they_say(measured: tuple[Path, CNN, dict[str, Any]]) -> None:
+    folder, model, results = measured
+    data, rows, nets = digits(), results["rows"], []
+    for state in SampleStore.open(folder / "samples"):
+        nets.append(CNN(width=2).eval())
+        nets[-1].load_state_dict(state)
+    (scaled,) = rows["pair" + CALIBRATED]
+    for angle in ANGLES:
+        p = torch.stack([net(rotate(data.test.x, angle)).double().softmax(-1) for net in nets]).mean(0)
+        name = f"{angle:g}"
+        assert rows["pair"][0]["by_angle"][name]["nll"] == pytest.approx(nll(p, data.test.y), rel=1e-5)
+        power = p ** scaled["sharpness"]
+        mended = nll(power / power.sum(-1, keepdim=True), data.test.y)
+        assert scaled["by_angle"][name]["nll"] == pytest.approx(mended, rel=1e-5)
+    assert scaled["sharpness"] != 1, "vacuous: nothing was scaled"
+    for choice, options in (
+        ("map/single/diag", {"curvature": "diag", "parameters": matrices(model)}),
+        ("tangent_mode/single/last_layer", {"curvature": "last_layer"}),
+    ):
+        la = LinearizedLaplace(model, prior="single", evaluate_at="map", **options)  # type: ignore[arg-type]
+        la.fit([(data.train.x, data.train.y)])
+        la.set_precision({name: group["precision"] for name, group in rows[choice][1]["groups"].items()})
+        expected = [nll(la.predictive(rotate(data.test.x, a), num_samples=40), data.test.y) for a in ANGLES]
+        assert [rows[choice][1]["by_angle"][f"{a:g}"]["nll"] for a in ANGLES] == pytest.approx(expected, rel=1e-3)
+
+
 def test_the_report_shows_them(measured: tuple[Path, CNN, dict[str, Any]]) -> None:
     folder, _, results = measured
     report_rotations(folder / "report", RECIPE, folder / "out")
@@ -118,6 +145,8 @@ def test_the_report_shows_them(measured: tuple[Path, CNN, dict[str, Any]]) -> No
     ]
     gains = torch.tensor(turned, dtype=torch.float64)
     assert f"{gains.mean():+.3f} ± {gains.std() / 2**0.5:.3f}{mark}" in text
+    assert "| M(θ*), single λ, last layer, calibrated |" in text and "| pair, calibrated |" in text
+    assert text.count("| pair |") == 3, "differences are on the same networks"
     assert "Instead of the network itself" in text and "Instead of the network, temperature scaled" in text
 
 

@@ -24,6 +24,7 @@ from laplace_oracles import (
 )
 from torch import Tensor, nn
 
+from tu_symmetry.laplace.likelihood import make_likelihood
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 RTOL = 1e-9
@@ -53,6 +54,22 @@ def test_exact_curvatures_are_those_of_the_gauss_newton_matrix(
     assert la.tangent.names == names or (parameters is None and curvature != "last_layer")
     exact = torch.diag(exact.diagonal()) if curvature == "diag" else exact
     torch.testing.assert_close(dense_curvature(la), exact, rtol=RTOL, atol=1e-9)
+
+
+@pytest.mark.parametrize("curvature", ["full", "kfac"])
+@pytest.mark.parametrize(("kind", "matters"), [("regression", False), ("binary", True), ("classification", True)])
+def test_where_the_output_hessian_is_taken_matters_unless_noise_is_gaussian(
+    kind: str, matters: bool, curvature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paper's choice of the Hessian's evaluation point: any outputs in place of the network's."""
+    model, (x, y) = mlp(), data(4, outputs=3, kind="classification" if kind == "classification" else "regression")
+    y = y.sigmoid() if kind == "binary" else y
+    here, likelihood = dense_curvature(fitted(model, x, y, kind, curvature=curvature)), make_likelihood(kind)  # type: ignore[arg-type]
+    root = likelihood.hessian_root
+    monkeypatch.setattr(likelihood, "hessian_root", lambda outputs, targets: root(outputs.flip(-1).square(), targets))
+    there = dense_curvature(fitted(model, x, y, likelihood, curvature=curvature))
+    assert torch.equal(here, there) != matters
+    assert float((there - here).norm() / here.norm()) > 0.05 or not matters
 
 
 def backpack(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from laplace_oracles import data, randomize
 from torch import Tensor, nn
 
 from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.tangent import TangentModel, select_parameters
 from tu_symmetry.symmetry.action import apply_scale
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -99,3 +100,23 @@ def test_predictive_does_not_depend_on_the_scale_of_normalized_weights(name: str
             assert row.precision * factor == pytest.approx(before.precision, rel=1e-4)
             assert row.squared_norm / factor == pytest.approx(before.squared_norm, rel=1e-4, abs=1e-9)
             assert row.gamma == pytest.approx(before.gamma, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "vanishes"),
+    [
+        ("layernorm", ["0", "3", "6"], True),
+        ("layernorm", ["0", "3", "6.weight"], False),  # the last bias is fixed
+        ("layernorm", ["0", "1", "3", "6"], False),  # the affine parameters of a normalization count twice
+        ("batchnorm", ["0", "3", "8"], False),  # running statistics do not move along
+    ],
+)
+def test_the_tangent_model_is_linear_where_normalized_weights_have_no_scale(
+    name: str, parameters: list[str], vanishes: bool
+) -> None:
+    """``h = J theta``, without an offset ``f - J theta~``: for a dense last layer behind normalized weights."""
+    model, _, x, _ = problem(name)
+    tangent = TangentModel(model, select_parameters(model, parameters))
+    found = tangent.linearize(x)
+    offset = relative(found.push(tangent.point()), found.outputs)
+    assert offset < 1e-12 if vanishes else offset > 0.1

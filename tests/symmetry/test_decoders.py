@@ -48,8 +48,7 @@ DECODERS = [
     ("Olmo2", {}, STREAM + NORM + 2 * (24 + 12 + 6 + VALUES + GATED + 2 * NORM), 2 * 72),
     # LayerNorm: one sign of the stream; a norm for both branches
     ("Cohere2", {}, 1 + 2 * (NORM + PAIRS + VALUES + GATED), 2 * 72),
-    # two signs: the last LayerNorm's bias is none of the stream's
-    ("Starcoder2", {}, 2 + 2 * (2 * NORM + PAIRS + VALUES), 2 * 72),
+    ("Starcoder2", {}, 1 + 2 * (2 * NORM + PAIRS + VALUES), 2 * 72),
     # a quarter of each head is rotated: one pair, and four units that a matrix mixes
     ("GPTNeoX", {}, 1 + NORM + 2 * (2 * NORM + 4 * (1 + 4) + 24), 2 * 4 * (16 + 36)),
     ("StableLm", {}, 1 + NORM + 2 * (2 * NORM + 2 * (1 + 5) + VALUES + GATED), 2 * 2 * (25 + 36)),

@@ -57,10 +57,10 @@ def sign_groups(
     held = [name for name in order if name in ledger.parameters]
     expanded = {name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in held}
     families = [
-        family
+        family if any(axes for _, axes, _ in family.parts) else family._replace(variables=family.variables[:1])
         for family in _families(_alike(expanded), {}, np.empty(0, np.int64))
         if any(name not in buffers for name, _, _ in family.parts)
-    ]
+    ]  # two signs of the same whole tensors are one
     families = _independent(expanded, families, system.count)
     terms_of = _numbered(expanded, families, system.count)
     return tuple(_groups(families, terms_of, [SignGroup] * len(families), buffers)), terms_of  # type: ignore[arg-type]

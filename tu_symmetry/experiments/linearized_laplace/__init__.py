@@ -1,5 +1,6 @@
-"""arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization; two tables, three figures."""
+"""arXiv 2206.08900: the evidence of linearized Laplace for networks with normalization; two tables, four figures."""
 
+from tu_symmetry.experiments.linearized_laplace.depth import compare_depths, report_depths
 from tu_symmetry.experiments.linearized_laplace.evidence import (
     Settings,
     Trained,
@@ -23,6 +24,7 @@ __all__ = [
     "SmallIDXDataModule",
     "Trained",
     "Transformer",
+    "compare_depths",
     "compute_bands",
     "measure_rotations",
     "measure_training",
@@ -30,6 +32,7 @@ __all__ = [
     "optimize_kronecker_evidence",
     "report_architectures",
     "report_bands",
+    "report_depths",
     "report_residual",
     "report_rotations",
     "report_training",

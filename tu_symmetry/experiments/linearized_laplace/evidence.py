@@ -146,7 +146,7 @@ class Work:
         self.place = place
         self.train = Batches(images.train.x, images.train.y, settings.batch_size)
         self.test = Batches(images.test.x, images.test.y, settings.batch_size)
-        self._fitted: dict[str, FittedLaplace] = {}
+        self._fitted: dict[tuple[str, str], FittedLaplace] = {}
         self._stored: TangentModel | None = None
 
     @cached_property
@@ -158,17 +158,22 @@ class Work:
 
     def start(self, choice: Choice) -> LinearizedLaplace:
         """A Laplace approximation at its initial precisions; each prior's curvature is fitted once."""
-        if choice.prior not in self._fitted:
+        kind, last = (choice.prior, choice.curvature), choice.curvature == "last_layer"
+        if kind not in self._fitted:
             model, prior = self.model, choice.prior
             graph = self.trained.graph(self.images.train.x[:2])
             # without normalization there are no such groups; the paper has numbers for FixUp all the same
             several: Prior = "per_group" if any(g.members for g in graph.normalizations) else "per_layer"
             la = LinearizedLaplace(
-                model, graph=graph, prior="single" if prior == "single" else several, parameters=matrices(model)
+                model,
+                graph=graph,
+                prior="single" if prior == "single" else several,
+                curvature=choice.curvature,
+                parameters=None if last else matrices(model),
             )
-            self._fitted[prior] = la.fit(self.train).fitted
-        fitted = self._fitted[choice.prior].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
-        if choice.where != "map" and self.settings.stored_jacobian:
+            self._fitted[kind] = la.fit(self.train).fitted
+        fitted = self._fitted[kind].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
+        if choice.where != "map" and self.settings.stored_jacobian and not last:
             self._stored = self._stored or StoredJacobian(fitted.tangent, self.train)
             fitted = fitted.with_tangent(self._stored)
         return LinearizedLaplace.from_fitted(fitted, self.train)

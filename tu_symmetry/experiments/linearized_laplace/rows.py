@@ -15,6 +15,7 @@ from tu_symmetry.datamodules.readers import LabeledImages
 from tu_symmetry.evaluation import accuracy
 from tu_symmetry.experiments.study import Images
 from tu_symmetry.laplace.calibration import SHARPNESSES
+from tu_symmetry.laplace.curvature import Curvature
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import measured
 
@@ -27,6 +28,7 @@ SCALED = "scaled"  # that of the network whose logits are scaled by what is best
 CALIBRATED = "/calibrated"  # behind a choice: with what `calibrate` chose on the same held-out images
 SAME = {NETWORK: "network itself", SCALED: "network, temperature scaled"}
 TITLES: dict[Where, str] = {"map": "M(θ~)", "tangent_mode": "M(θ*)", "full": "M(θ*), full"}
+CURVATURES: dict[str, str] = {"diag": ", diagonal", "last_layer": ", last layer"}  # beside KFAC
 PRIORS: dict[str, str] = {"single": "single λ", "per_group": "several λ"}
 COLORS = {"map": plots.ORANGE, "tangent_mode": plots.BLUE, "full": plots.GREEN}  # of where the evidence is evaluated
 OPEN = "†"  # stands beside every number from an optimum that had not converged
@@ -52,7 +54,7 @@ class SmallIDXDataModule(IDXDataModule):
 
 
 class Choice(NamedTuple):
-    """A row of a table, written ``WHERE/PRIOR`` or ``WHERE/PRIOR/flat`` (without hyperprior).
+    """A row of a table, written ``WHERE/PRIOR``, and ``/flat`` (no hyperprior), ``/diag`` or ``/last_layer`` behind it.
 
     Attributes:
         where: ``map``: at the trained weights, M(θ~); ``tangent_mode``: at the joint stationary point, M(θ*), with the
@@ -60,32 +62,38 @@ class Choice(NamedTuple):
             model at θ*.
         prior: one precision (``single``) or one for each normalized group and the rest (``per_group``).
         flat: without hyperprior.
+        curvature: of :class:`~tu_symmetry.LinearizedLaplace`; ``last_layer`` leaves all other layers certain.
     """
 
     where: Where
     prior: Groups
     flat: bool = False
+    curvature: Curvature = "kfac"
 
     @classmethod
     def parse(cls, text: str, known: Collection[str] = get_args(Where)) -> Choice:
         """Read a choice, WHERE being one of the known ones."""
         where, _, rest = text.partition("/")
         prior, _, last = rest.partition("/")
-        if where not in known or prior not in PRIORS or last not in ("", "flat"):
+        if where not in known or prior not in PRIORS or last not in ("", "flat", *CURVATURES):
             raise ValueError(
-                f"choice {text!r}: write {' or '.join(known)}, /, single or per_group, and /flat if wanted"
+                f"choice {text!r}: write {' or '.join(known)}, /, single or per_group, and /flat or one of "
+                f"{', '.join(CURVATURES)} behind a slash if wanted"
             )
-        return cls(cast(Where, where), cast(Groups, prior), bool(last))
+        found = cls(cast(Where, where), cast(Groups, prior), last == "flat")
+        return found._replace(curvature=cast(Curvature, last)) if last in CURVATURES else found
 
     @property
     def key(self) -> str:
         """As it is written in a recipe."""
-        return f"{self.where}/{self.prior}" + ("/flat" if self.flat else "")
+        last = self.curvature if self.curvature in CURVATURES else "flat" if self.flat else ""
+        return "/".join(part for part in (self.where, self.prior, last) if part)
 
     @property
     def title(self) -> str:
         """As reports call it."""
-        return f"{TITLES[self.where]}, {PRIORS[self.prior]}{', no hyperprior' if self.flat else ''}"
+        plain = f"{TITLES[self.where]}, {PRIORS[self.prior]}{', no hyperprior' if self.flat else ''}"
+        return plain + CURVATURES.get(self.curvature, "")
 
 
 def parse_all(texts: Sequence[str], known: Collection[str] = ("map", "tangent_mode")) -> list[Choice]:
@@ -99,7 +107,8 @@ def parse_all(texts: Sequence[str], known: Collection[str] = ("map", "tangent_mo
 def title_of(key: str) -> str:
     """What a report calls a row."""
     plain = key.removesuffix(CALIBRATED)
-    return SAME.get(key) or Choice.parse(plain).title + (", calibrated" if plain != key else "")
+    title = Choice.parse(plain).title if "/" in plain else plain  # what is no choice is called by its own name
+    return SAME.get(key) or title + (", calibrated" if plain != key else "")
 
 
 def in_latex(text: str) -> str:

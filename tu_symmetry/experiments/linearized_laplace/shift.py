@@ -7,7 +7,7 @@ precisions that the evidence chooses in each of the paper's ways.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.nn.functional import affine_grid, grid_sample
 
 from tu_symmetry.datamodules import ImageDataModule
@@ -23,16 +24,22 @@ from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import CALIBRATED, NETWORK, SCALED, Choice
 from tu_symmetry.experiments.study import Images, tracked
+from tu_symmetry.files import digest_folder
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.tables.outcome import Outcome, digest_tensors
+from tu_symmetry.states import State
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
 COLUMNS = {  # titles of a table and of a column; scale and digits
     "nll": ("Test NLL (nats)", "NLL", 1, 3),
     "ece": ("Expected calibration error (%)", "ECE %", 100, 1),
     "accuracy": ("Accuracy (%)", "accuracy %", 100, 1),
+    "auroc": ("AUROC of out-of-distribution images (%)", "AUROC %", 100, 1),  # where there are such images
 }
+
+SCALED_ON = "the temperature is chosen on"
+Turned = Mapping[str, Tensor]  # images by angle
 
 
 def rotate(x: Tensor, angle: float) -> Tensor:
@@ -59,18 +66,20 @@ def measure_rotations(
     choices: Sequence[str],
     angles: Sequence[float],
     settings: Settings,
+    ensembles: dict[str, list[Path]] | None = None,
     device: str = "auto",
 ) -> Outcome:
-    """Test NLL, accuracy and calibration error at every angle (degrees): of networks, and of every choice.
+    """Test NLL, accuracy and calibration error at every angle (degrees): of networks, of every choice, of ensembles.
 
-    Each twice: as it is, and with the scale of logits (networks), or temperature and sharpness (choices), that are best
-    on the validation images, which are not rotated.
+    Each twice: as it is, and with the scale of logits (networks, ensembles), or temperature and sharpness (choices),
+    that are best on the validation images, which are not rotated. With ``eval_ood`` the AUROC of other images against
+    rotated ones, too. ``ensembles`` are folders of sample stores by their title, one folder a run.
     """
     keys = [NETWORK, *(choice.key for choice in paper.parse_all(choices))]
     if not angles:
         raise ValueError("angles: name at least one")
     images = Images(data, device)
-    held_out = images.held_out("the temperature is chosen on")
+    held_out = images.held_out(SCALED_ON)
     turned = {f"{angle:g}": rotate(images.test.x, angle) for angle in angles}
     parts = networks.parts(out, asdict(settings), images.digest(), digest_tensors(*held_out), list(turned))
     results: dict[str, list[Any]] = {}
@@ -78,37 +87,67 @@ def measure_rotations(
     for k in tracked("rotations", range(count)):
         work = Work(networks, k, images, settings)
         for key in keys:
-            for name, row in parts.take(f"{k}-{key}", _rows, work, key, held_out, turned).items():
+            for name, row in parts.take(f"{k}-{key}", _rows, work, key, turned).items():
                 results.setdefault(name, []).append(row)
-    every = [row for key, runs in results.items() if key not in (NETWORK, SCALED) for row in runs]
+    for title, folders in (ensembles or {}).items():
+        for number, folder in enumerate(folders):
+            pool, kept = Trained(networks.model, folder), Parts(parts.folder, [parts.key, digest_folder(folder)])
+            names, states = (title, title + CALIBRATED), list(pool.store())
+            work = Work(pool, 0, images, settings)
+            for name, row in kept.take(f"{title}-{number}", _pooled, work, states, names, turned).items():
+                results.setdefault(name, []).append(row)
+    every = [row for runs in results.values() for row in runs if "converged" in row]
     return Outcome(
-        {"angles": list(angles), "rows": results, "parameters": networks.size, "sizes": images.sizes},
+        {
+            "angles": list(angles),
+            "rows": results,
+            "ensembles": list(ensembles or {}),
+            "parameters": networks.size,
+            "sizes": images.sizes,
+        },
         f"{count} networks; {sum(not row['converged'] for row in every)} of {len(every)} rows from an evidence "
         "that had not converged",
     )
 
 
-def _rows(work: Work, key: str, held_out: tuple[Tensor, Tensor], turned: dict[str, Tensor]) -> dict[str, Any]:
+def _at_angles(work: Work, turned: Turned, predict: Callable[[Tensor], Sequence[Tensor]]) -> list[dict[str, Any]]:
+    """Scores by angle of each of two predictives from one pass, which ``predict`` gives for some images."""
+
+    def probabilities(x: Tensor) -> list[Tensor]:
+        batches = [predict(part) for part in x.split(work.settings.batch_size)]
+        return [torch.cat(own).double() for own in zip(*batches, strict=True)]
+
+    other = [None, None] if work.images.other is None else probabilities(work.images.other)
+    found = {angle: probabilities(x) for angle, x in turned.items()}
+    return [
+        {"by_angle": {a: paper.scores(p[k], work.images.test.y, other[k]) for a, p in found.items()}} for k in (0, 1)
+    ]
+
+
+@torch.no_grad()
+def _pooled(work: Work, states: Sequence[State], names: tuple[str, str], turned: Turned) -> dict[str, Any]:
+    """Scores of the mean of the probabilities of some networks, by the first name; and scaled, by the second."""
+    own = [{name: t.to(work.images.device) for name, t in state.items()} for state in states]
+
+    def logs(x: Tensor) -> Tensor:
+        every = [functional_call(work.model, state, (x,)).double().log_softmax(-1) for state in own]
+        return torch.stack(every).logsumexp(0)
+
+    x, y = work.images.held_out(SCALED_ON)
+    sharpness = paper.best_sharpness(torch.cat([logs(part) for part in x.split(work.settings.batch_size)]), y)
+    powers = torch.tensor([1.0, sharpness], dtype=torch.float64, device=y.device).view(2, 1, 1)
+    itself, scaled = _at_angles(work, turned, lambda x: list((powers * logs(x)).softmax(-1)))
+    return {names[0]: itself, names[1]: scaled | {"sharpness": sharpness}}
+
+
+def _rows(work: Work, key: str, turned: Turned) -> dict[str, Any]:
     """Scores of one network, or of one choice by the evidence; as it is and calibrated, from one pass for both."""
-    y, size = work.images.test.y, work.settings.batch_size
-
-    def at_angles(predict: Callable[[Tensor], Sequence[Tensor]]) -> list[dict[str, Any]]:
-        by_angle: dict[str, list[dict[str, float]]] = {}
-        for angle, x in turned.items():
-            batches = [predict(part) for part in x.split(size)]
-            by_angle[angle] = [paper.scores(torch.cat(own).double(), y) for own in zip(*batches, strict=True)]
-        return [{"by_angle": dict(zip(by_angle, kind, strict=True))} for kind in zip(*by_angle.values(), strict=True)]
-
     if key == NETWORK:
-        with torch.no_grad():
-            logits = torch.cat([work.model(x) for x in held_out[0].split(size)])
-            sharpness = paper.best_sharpness(logits.double(), held_out[1])
-            itself, scaled = at_angles(lambda x: [(s * work.model(x)).softmax(-1) for s in (1.0, sharpness)])
-        return {NETWORK: itself, SCALED: scaled | {"sharpness": sharpness}}
+        return _pooled(work, [work.trained.store()[work.number]], (NETWORK, SCALED), turned)
     la, result, _ = work.optimize(Choice.parse(key))
     facts = {"converged": result.converged, "groups": groups_of(la)}
     calibration = work.calibrated(la)
-    plain, cooled = at_angles(partial(work.predictives, la))
+    plain, cooled = _at_angles(work, turned, partial(work.predictives, la))
     return {key: facts | plain, key + CALIBRATED: facts | calibration | cooled}
 
 
@@ -118,7 +157,8 @@ def report_rotations(out: Path, recipe: str, rotations: Path) -> Outcome:
     networks = f"{len(found['rows'][NETWORK])} networks of {found['parameters']:,} parameters"
     page.add(paper.images_line(networks, found))
     page.figure("rotations", draw_rotations, found, alt="NLL and ECE by angle")
-    page.add(*(angle_table(found, column) for column in COLUMNS))
+    measured = found["rows"][NETWORK][0]["by_angle"][f"{found['angles'][0]:g}"]
+    page.add(*(angle_table(found, column) for column in COLUMNS if column in measured))
     page.add(*(difference_table(found, rival) for rival in (NETWORK, SCALED)))
     return page.done()
 
@@ -166,7 +206,8 @@ def difference_table(found: Found, rival: str) -> Grid:
         "difference on the same networks, mean ± standard error over networks; negative helps. turned: mean over all "
         f"angles but 0. {paper.OPEN_CAPTION}"
     )
-    lines = {paper.title_of(key): runs for key, runs in rows.items() if key != rival}
+    others = {rival, *found["ensembles"], *(title + CALIBRATED for title in found["ensembles"])}
+    lines = {paper.title_of(key): runs for key, runs in rows.items() if key not in others}
     return table(f"Instead of the {paper.title_of(rival)}", lines, columns, caption)
 
 
@@ -178,7 +219,10 @@ def draw_rotations(path: Path, found: Found) -> None:
             for key, runs in found["rows"].items():
                 values = [fmean(run["by_angle"][f"{a:g}"][column] for run in runs) for a in angles]
                 dashes: Any = (0, (2, 2)) if key.endswith((CALIBRATED, SCALED)) else "-"
-                style = paper.style_of(key) | {"linestyle": dashes, "marker": "s" if "/single" in key else "o"}
+                kind = [k for k, part in enumerate(("/single", "/diag", "/last_layer")) if part in key]
+                style = paper.style_of(key) | {"linestyle": dashes, "marker": "osD^"[len(kind) and kind[-1] + 1]}
+                if (title := key.removesuffix(CALIBRATED)) in found["ensembles"]:
+                    style |= {"color": plots.PURPLE, "marker": "v<>"[found["ensembles"].index(title) % 3]}
                 ax.plot(angles, values, label=paper.in_latex(paper.title_of(key)) + paper.marks(runs), **style)
             ax.set(title=name, xlabel="rotation of the test images (degrees)", xticks=angles)
             ax.set_ylim(bottom=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,19 +52,16 @@ class ShiftedBatchNorm1d(nn.BatchNorm1d):
 
 
 class BatchNormMLP(nn.Sequential):
-    """``1 -> a -> b -> 1`` with BatchNorm and ReLU after each hidden layer and no biases before it.
+    """``1 -> a -> b -> ... -> 1`` with BatchNorm and ReLU after each hidden layer and no biases before it.
 
     With widths 50 and 50 its matrices have 50 + 2500 + 50 = 2,600 weights. BatchNorm's shifts break the units apart:
     without them every kink would lie at the mean of the inputs.
     """
 
     def __init__(self, hidden: Sequence[int] = (50, 50)) -> None:
-        first, second = hidden
-        super().__init__(
-            nn.Linear(1, first, bias=False), ShiftedBatchNorm1d(first), nn.ReLU(),
-            nn.Linear(first, second, bias=False), ShiftedBatchNorm1d(second), nn.ReLU(),
-            nn.Linear(second, 1),
-        )  # fmt: skip
+        pairs = pairwise([1, *hidden])
+        layers = [[nn.Linear(a, b, bias=False), ShiftedBatchNorm1d(b), nn.ReLU()] for a, b in pairs]
+        super().__init__(*chain(*layers), nn.Linear(hidden[-1], 1))
 
     @property
     def matrices(self) -> list[str]:
@@ -71,26 +69,38 @@ class BatchNormMLP(nn.Sequential):
         return [name for name, p in self.named_parameters() if p.ndim == 2]
 
 
-def sample_curve(count: int, noise: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def squared_error(outputs: Tensor, y: Tensor) -> Tensor:
+    """Summed squared error of outputs ``[count, 1]`` and values ``[count]``."""
+    return (outputs[:, 0] - y).square().sum()
+
+
+def sample_curve(count: int, noise: float, frequency: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Inputs ``[count, 1]`` on both sides of a gap, and noisy values ``[count]`` of a smooth curve, in float64."""
     x = 0.9 * torch.rand(count, 1, generator=generator, dtype=torch.float64, device="cpu") + 0.5
     x[: count // 2] *= -1
-    clean = torch.sin(3 * x[:, 0]) + 0.5 * x[:, 0]
+    clean = torch.sin(frequency * x[:, 0]) + 0.5 * x[:, 0]
     return x, clean + noise * torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
 
 
 class CurveDataModule(LightningDataModule):
-    """A noisy curve ``sin(3 x) + x / 2``, seen on both sides of a gap; training batches hold all points, in float64."""
+    """A noisy curve, seen on both sides of a gap; training batches hold all points, in float64.
+
+    ``sin(frequency x) + x / 2``, with noise of standard deviation ``noise``.
+    """
 
     training_task = "regression"
 
-    def __init__(self, train_size: int = 80, test_size: int = 1000, noise: float = 0.2, seed: int = 0) -> None:
+    def __init__(
+        self, train_size: int = 80, test_size: int = 1000, noise: float = 0.2, seed: int = 0, frequency: float = 3.0
+    ) -> None:
         super().__init__()
         if min(train_size, test_size) < 2 or not noise > 0:
             raise ValueError(f"sizes must be at least 2, and noise positive; got {train_size}, {test_size} and {noise}")
         self.noise, self.seed = noise, seed
         self.train, self.test = (
-            TensorPairs(*sample_curve(size, noise, torch.Generator().manual_seed(derived_seed(seed, part, 0))))
+            TensorPairs(
+                *sample_curve(size, noise, frequency, torch.Generator().manual_seed(derived_seed(seed, part, 0)))
+            )
             for part, size in enumerate((train_size, test_size))
         )
 
@@ -169,13 +179,13 @@ def compute_bands(
     with torch.no_grad():
         error = (model(data.train.x)[:, 0] - data.train.y).square().mean().sqrt().item()
         residual = data.test.y - model(data.test.x)[:, 0]
-    rivals = {title: _judged(residual, sd**2) for title, sd in ((ALONE, data.noise), (RESIDUAL, error))}
+    rivals = {title: judged(residual, sd**2) for title, sd in ((ALONE, data.noise), (RESIDUAL, error))}
     weights = sum(p.numel() for name, p in model.named_parameters() if name in model.matrices)
     best = min(rows, key=lambda name: rows[name]["nll"])
     return Outcome(
         {"weights": weights, "train_rmse": error, "noise": data.noise, "grid": grid, "rows": rows, "rivals": rivals}
         | {"train_x": data.train.x[:, 0], "train_y": data.train.y}
-        | {"factors": list(factors), "spreads": spreads, "along": along},
+        | {"factors": list(factors), "spreads": spreads, "along": along, "offsets": offsets(model, graph, data.test.x)},
         f"{weights} weights, training RMSE {error:.3g}; lowest test NLL: {best} ({rows[best]['nll']:.3f} nats)",
     )
 
@@ -215,7 +225,35 @@ def _losses_along(model: BatchNormMLP, graph: SymmetryGraph, data: CurveDataModu
     return found
 
 
-def _judged(residual: Tensor, variance: Tensor | float) -> dict[str, Any]:
+@torch.no_grad()
+def offsets(model: BatchNormMLP, graph: SymmetryGraph, x: Tensor) -> dict[str, float]:
+    """Norm of ``f - J theta~`` over that of ``f``, at inputs ``x``, of networks with the model's weights.
+
+    ``theta`` are the matrices and the last bias, unless the title says else; normalizations add no epsilon.
+    """
+    running, batch = (_multiplied(model, graph, 1.0) for _ in range(2))
+    for module in batch.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.running_mean = module.running_var = None  # those of the inputs, so that they move with the weights
+            module.eps = 1e-100  # torch takes no 0 here
+    bare = nn.Sequential(*(nn.Identity() if isinstance(m, nn.BatchNorm1d) else m for m in running))
+    every, dense = [name for name, _ in model.named_parameters()], [*model.matrices, f"{len(model) - 1}.bias"]
+
+    def relative(network: nn.Module, names: Sequence[str]) -> float:
+        theta = {name: p for name, p in network.named_parameters() if name in names}
+        outputs, linear, *_ = jvp(lambda own: functional_call(network, own, (x,)), (theta,), (theta,))
+        return float((outputs - linear).norm() / outputs.norm())
+
+    return {
+        "normalized by the batch's statistics": relative(batch, dense),
+        "the same, θ without the last bias": relative(batch, model.matrices),
+        "the same, θ with BatchNorm's parameters": relative(batch, every),
+        "normalized by running statistics, as in predictions": relative(running, dense),
+        "without normalization": relative(bare, dense),
+    }
+
+
+def judged(residual: Tensor, variance: Tensor | float) -> dict[str, Any]:
     """NLL (nats) and coverage of normal distributions, with no spread of their own."""
     variance = torch.as_tensor(variance, dtype=residual.dtype, device=residual.device)
     nll = 0.5 * (residual.square() / variance + (2 * math.pi * variance).log())
@@ -228,7 +266,7 @@ def _measured(la: LinearizedLaplace, data: CurveDataModule, grid: Tensor) -> dic
     band = la.predictive(grid.unsqueeze(-1))
     test = la.predictive(data.test.x)
     middle = la.predictive(torch.zeros_like(data.test.x[:1]))
-    return _judged(data.test.y.unsqueeze(-1) - test.mean, test.variance) | {
+    return judged(data.test.y.unsqueeze(-1) - test.mean, test.variance) | {
         "inside": float(test.epistemic.mean().sqrt()),
         "gap": float(middle.epistemic.sqrt()),
         "log_evidence": la.log_marginal_likelihood() if la.evaluate_at == "tangent_mode" else None,
@@ -243,6 +281,9 @@ def report_bands(out: Path, recipe: str, bands: Path) -> Outcome:
     page, found = Report(out, recipe), Outcome.load(bands).results
     page.add(bands_table(found["rivals"] | found["rows"], page.table.title), heading=False)
     page.figure("bands", draw_bands, found)
+    caption = "norms over the test inputs; θ: the matrices and the last bias, where nothing else is said"
+    sizes = {"‖f − Jθ~‖ / ‖f‖": lambda value: f"{value:.2g}"}
+    page.add(table("When the tangent model is h = Jθ", found["offsets"], sizes, caption))
     if found["factors"]:
         columns = {
             f"k = {k:g}": lambda row, n=n: f"{row[n]['gap']:.4g}{marks([row[n]])}"
@@ -308,23 +349,27 @@ def draw_scale(path: Path, found: Found) -> None:
             ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
+def draw_band(ax: Any, found: Found, mean: Sequence[float], epistemic: Sequence[float], color: str) -> None:
+    """A mean on the grid with one and two standard deviations, and the training points."""
+    middle, spread = np.asarray(mean), np.asarray(epistemic)
+    for times, alpha in ((1, 0.3), (2, 0.15)):
+        low, high = middle - times * spread, middle + times * spread
+        ax.fill_between(found["grid"], low, high, color=color, alpha=alpha, linewidth=0)
+    ax.plot(found["grid"], middle, color=color)
+    ax.plot(found["train_x"], found["train_y"], linestyle="", marker=".", color="black", markersize=2.5)
+
+
 def draw_bands(path: Path, found: Found) -> None:
     """The bands in two rows: precisions set by hand, precisions chosen by the evidence."""
     rows = found["rows"]
     lines = [[name for name in rows if "/" not in name], [name for name in rows if "/" in name]]
-    grid = np.asarray(found["grid"])
     with plots.grid(path, 2, max(map(len, lines)), 2.6, 2.4, sharex=True, sharey=True) as axes:
         for line, names, color in zip(axes, lines, (plots.GRAY, plots.BLUE), strict=True):
             for ax in line[len(names) :]:
                 ax.set_visible(False)
             for ax, name in zip(line, names, strict=False):
-                mean, spread = (np.asarray(rows[name][key]) for key in ("mean", "epistemic"))
-                for times, alpha in ((1, 0.3), (2, 0.15)):
-                    low, high = mean - times * spread, mean + times * spread
-                    ax.fill_between(grid, low, high, color=color, alpha=alpha, linewidth=0)
-                ax.plot(grid, mean, color=color)
-                ax.plot(found["train_x"], found["train_y"], linestyle="", marker=".", color="black", markersize=2.5)
+                draw_band(ax, found, rows[name]["mean"], rows[name]["epistemic"], color)
                 ax.set_title(in_latex(band_title(name)))
                 text = f"test NLL {rows[name]['nll']:.2f}{'' if rows[name]['converged'] else ' (not converged)'}"
                 ax.text(0.03, 0.03, text, transform=ax.transAxes, fontsize=8)
-        axes[0, 0].set(ylim=(-4, 4), xlim=(float(grid[0]), float(grid[-1])))
+        axes[0, 0].set(ylim=(-4, 4), xlim=(-REACH, REACH))

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 class _Block(nn.Module):
     """Two 3x3 convolutions and a shortcut, which is a 1x1 convolution where the shape changes."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, dropout: float) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(channels)
+        self.drop = nn.Dropout2d(dropout)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
         self.shortcut = nn.Sequential()
@@ -24,7 +25,7 @@ class _Block(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.bn1(self.conv1(x)).relu()
+        hidden = self.drop(self.bn1(self.conv1(x)).relu())
         return (self.bn2(self.conv2(hidden)) + self.shortcut(x)).relu()
 
 
@@ -35,6 +36,7 @@ class ResNet(nn.Module):
         width: channels of the first stage; each later one has twice as many and half the resolution.
         blocks: residual blocks in each stage; (1, 1, 1) is ResNet-8, (3, 3, 3) ResNet-20.
         stem_stride: the stride of the first convolution; 2 halves the resolution everywhere.
+        dropout: probability of dropping a channel within blocks, and a feature before the last layer.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class ResNet(nn.Module):
         width: int = 16,
         blocks: Sequence[int] = (1, 1, 1),
         stem_stride: int = 1,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_channels, width, 3, stem_stride, padding=1, bias=False)
@@ -52,15 +55,16 @@ class ResNet(nn.Module):
         channels = width
         for stage, count in enumerate(blocks):
             for block in range(count):
-                layers.append(_Block(channels, width * 2**stage, 2 if stage > 0 and block == 0 else 1))
+                layers.append(_Block(channels, width * 2**stage, 2 if stage > 0 and block == 0 else 1, dropout))
                 channels = width * 2**stage
         self.blocks = nn.Sequential(*layers)
+        self.drop = nn.Dropout(dropout)
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
         x = self.bn(self.conv(x)).relu()
-        return self.head(self.blocks(x).mean((2, 3)))
+        return self.head(self.drop(self.blocks(x).mean((2, 3))))
 
 
 class VGG(nn.Module):
