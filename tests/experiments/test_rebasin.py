@@ -17,16 +17,16 @@ from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.rebasin import VGG, ResNet, match, measure, report
+from tu_symmetry.experiments.rebasin import VGG, ResNet, VisionTransformer, match, measure, report
 from tu_symmetry.experiments.rebasin.barriers import path_scores
 from tu_symmetry.experiments.rebasin.matching import Members
 from tu_symmetry.experiments.rebasin.report import ANSWERS
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import mean_state, stack_states
-from tu_symmetry.symmetry.action import apply_permutation
+from tu_symmetry.symmetry.action import apply_linear, apply_permutation, apply_signed
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.symmetry.elements import random_permutation
+from tu_symmetry.symmetry.elements import SignedPermutation, random_linear, random_permutation, random_signs
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import answered
@@ -134,6 +134,36 @@ def test_permuted_copies_have_barriers_and_matching_removes_them(planted: tuple[
         assert 0 < max(found["methods"][method]["transpositions"]) <= found["largest_transpositions"]
 
 
+@pytest.mark.parametrize("norm", ["layer", "rms"])
+def test_turned_and_rotated_copies_are_matched(norm: Any, tmp_path: Path) -> None:
+    """Permutations alone do not bring them back, with signs and rotations they are one weight vector."""
+    torch.manual_seed(0)
+    model = VisionTransformer(10, 1, size=8, patch=4, width=16, layers=1, heads=2, norm=norm)
+    for tensor in model.parameters():
+        torch.nn.init.normal_(tensor)
+    graph, network = discover_symmetries(model, data().train.x[:2]), model.state_dict()
+    stream = {"layer": 1, "rms": 16}[norm]  # beside it three norms' gains, queries and values
+    assert sum(g.size for g in graph.signs) == stream + 3 * 16 + 2 * 16 and len(graph.linears) == 2
+    generator = torch.Generator().manual_seed(5)
+    draws = (random_permutation(graph, generator=generator), random_signs(graph, generator=generator))
+    moved = apply_signed(graph, SignedPermutation(*draws), network)
+    moved = apply_linear(graph, random_linear(graph, generator=generator, std=0.0), moved)
+    store = SampleStore.create(tmp_path / "samples", architecture="vit", method="none")
+    store.append(stack_states([network, moved]), chain=range(2), step=[0, 0])
+    given: Any = (model, data(), tmp_path / "samples")
+    found = match(tmp_path / "matching", *given, ["weights", "signed", "rotated"], images=100)
+    found.save(tmp_path / "matching")
+    (plain,), (signed,), (rotated,) = (
+        found.results["methods"][m]["distances"] for m in ("weights", "signed", "rotated")
+    )
+    assert rotated < 1e-3 < signed < plain
+    paths = measure(tmp_path / "barriers", *given, tmp_path / "matching", points=3, statistics=200, held_out=60).results
+    paths = paths["methods"]
+    assert list(paths["rotated"]["paths"]) == ["none"]
+    plain, rotated = (paths[method]["paths"]["none"][0]["loss"] for method in ("weights", "rotated"))
+    assert rotated[1] == pytest.approx(rotated[0], rel=1e-4) and plain[1] != pytest.approx(plain[0], rel=1e-2)
+
+
 def test_corrected_midpoints(planted: tuple[str, Any, Any]) -> None:
     """Unmatched midpoints gain from fresh statistics; REPAIR differs where a hidden layer is not normalized."""
     kind, _, measured = planted
@@ -149,7 +179,7 @@ def test_measurements_agree_with_the_library(trained: tuple[Path, dict[str, dict
     found = results["vgg"]["methods"]["activations"]
     members = Members(architecture("vgg"), data(), out / "vgg" / "samples", "cpu")
     model, test = members.model, members.test
-    aligned = members.matched(Outcome.load(out / "vgg" / "matching").results["permutations"]["activations"])
+    aligned = members.matched(Outcome.load(out / "vgg" / "matching").results["moves"]["activations"])
     part, held_out = Batches(test.x[:100], test.y[:100]), Batches(test.x[100:], test.y[100:])
     statistics = members.first_images(200)
     a, b = aligned[1], aligned[2]  # never matched to each other

@@ -2,7 +2,7 @@
 
 from tu_symmetry.experiments.rebasin.barriers import measure
 from tu_symmetry.experiments.rebasin.matching import match
-from tu_symmetry.experiments.rebasin.networks import VGG, ResNet
+from tu_symmetry.experiments.rebasin.networks import VGG, ResNet, VisionTransformer
 from tu_symmetry.experiments.rebasin.report import report
 
-__all__ = ["VGG", "ResNet", "match", "measure", "report"]
+__all__ = ["VGG", "ResNet", "VisionTransformer", "match", "measure", "report"]

@@ -1,8 +1,9 @@
 """Barriers of all pairs of networks and their mean, for each matching and each correction.
 
 All pairs are measured, so those that were never matched to each other count too. Each merged network is measured as it
-is, with re-estimated BatchNorm statistics, and after REPAIR (arXiv 2211.08403); each with the softmax temperature 1 and
-with a tuned one. The same without any permutation is the control that a matching has to beat.
+is, and where there is batch normalization with re-estimated statistics and after REPAIR (arXiv 2211.08403); each with
+the softmax temperature 1 and with a tuned one. The same without any permutation is the control that a matching has to
+beat.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tu_symmetry.alignment.barrier import chord_excess, classifier_scores, interpolate
 from tu_symmetry.alignment.repair import Correction, correct
@@ -64,25 +66,29 @@ def measure(
     test, tuning = (Batches(members.test.x[rows], members.test.y[rows]) for rows in (slice(count), slice(count, None)))
     ratios = torch.linspace(0, 1, points, dtype=torch.float64, device="cpu").tolist()
 
+    measured = CORRECTIONS if any(isinstance(m, _BatchNorm) for m in members.model.modules()) else CORRECTIONS[:1]
+
     def scores(state: State) -> Scores:
         return asdict(classifier_scores(members.model, state, test, calibration=tuning))
 
     def merged(ends: Sequence[State], shares: Sequence[float], state: State) -> dict[str, Scores]:
         """Scores of a merged network after each correction, which are two where REPAIR only re-estimates statistics."""
+        if measured == ("none",):
+            return {"none": scores(state)}
         states = {c: correct(members.model, ends, shares, state, images, c) for c in CORRECTIONS}
         corrected = {c: scores(states[c]) for c in ("none", "batchnorm")}
         same = all(torch.equal(states["repair"][name], t) for name, t in states["batchnorm"].items())
         return corrected | {"repair": corrected["batchnorm"] if same else scores(states["repair"])}
 
-    permutations = found.pop("permutations")
+    moves = found.pop("moves")
     singles = [scores(state) for state in members.states]
     together = mean_probabilities(members.model, stack_states(members.states), test)
     loss = float(-together.gather(1, test.y[:, None]).clamp(min=1e-30).log().mean())
     ensemble = {"loss": loss, "accuracy": accuracy(together, test.y)}
     methods: dict[str, Any] = {}
     for method in tracked("measuring", list(found["methods"]), str):
-        states = members.matched(permutations[method])
-        paths: dict[str, list[Any]] = {correction: [] for correction in CORRECTIONS}
+        states = members.matched(moves[method])
+        paths: dict[str, list[Any]] = {correction: [] for correction in measured}
         for i, j in members.pairs:
             a, b = states[i], states[j]
             inner = [merged([a, b], [1 - ratio, ratio], interpolate(a, b, ratio)) for ratio in ratios[1:-1]]
@@ -94,7 +100,7 @@ def measure(
     def mean_barrier(method: str, correction: str) -> str:
         return f"{fmean(path['barrier'] for path in methods[method]['paths'][correction]):.2f}"
 
-    shown = (f"{name} {mean_barrier(name, 'none')} → {mean_barrier(name, 'batchnorm')}" for name in methods)
+    shown = (" → ".join([name, *(mean_barrier(name, c) for c in measured if c != "repair")]) for name in methods)
     return Outcome(
         {
             "members": singles,
@@ -104,7 +110,7 @@ def measure(
             "methods": methods,
             "matching": found,
         },
-        f"barrier, no correction → statistics re-estimated: {', '.join(shown)}",
+        f"barrier{', no correction, statistics re-estimated' if len(measured) > 1 else ''}: {', '.join(shown)}",
     )
 
 

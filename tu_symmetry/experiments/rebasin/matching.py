@@ -1,8 +1,12 @@
-"""Match networks by each method: by weights, activations, the loss of the midpoint, or all at once to a universe."""
+"""Match networks by each method: by weights, activations, the loss of the midpoint, or all at once to a universe.
+
+By weights units are permuted, or with their signs turned, or with those rotated that matrices may mix.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,7 +17,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import Similarity
-from tu_symmetry.alignment.align import align
+from tu_symmetry.alignment.align import Over, align
+from tu_symmetry.alignment.consensus import Reference
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.straight_through import straight_through_matching
 from tu_symmetry.datamodules import ImageDataModule
@@ -21,11 +26,16 @@ from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.states import State, unstack
-from tu_symmetry.symmetry.action import apply_permutation
-from tu_symmetry.symmetry.elements import Permutation, compose, identity_permutation, invert, transposition_count
+from tu_symmetry.symmetry.action import apply_linear, apply_signed
+from tu_symmetry.symmetry.elements import SignedPermutation, compose, identity_permutation, invert, transposition_count
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 
-Method = Literal["weights", "activations", "straight_through", "universe"]
+Method = Literal["weights", "signed", "rotated", "activations", "straight_through", "universe"]
+Move = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]  # a permutation, then signs, then rotations
+OVER: dict[str, tuple[Over, ...]] = {
+    "signed": ("permutations", "signs"),
+    "rotated": ("permutations", "signs", "rotations"),
+}
 
 
 class Members(Study):
@@ -46,10 +56,14 @@ class Members(Study):
             raise ValueError(f"{count} training images are asked for, but there are {len(self.train.x)}")
         return Batches(self.train.x[:count], self.train.y[:count], batch_size)
 
-    def matched(self, permutations: Sequence[Mapping[str, Any]]) -> list[State]:
-        """The networks, each with its units in the order of its permutation, of tensors or of lists as in results."""
-        made = [{group: torch.as_tensor(order, device="cpu") for group, order in p.items()} for p in permutations]
-        return [apply_permutation(self.graph, p, state) for p, state in zip(made, self.states, strict=True)]
+    def matched(self, moves: Sequence[Move]) -> list[State]:
+        """The networks, each moved by its permutation, signs and rotations, of tensors or of lists as in results."""
+        found = []
+        for move, state in zip(moves, self.states, strict=True):
+            permutation, signs, maps = ({n: torch.as_tensor(t, device="cpu") for n, t in part.items()} for part in move)
+            moved = apply_signed(self.graph, SignedPermutation(permutation, signs), state)
+            found.append(apply_linear(self.graph, maps, moved))
+        return found
 
 
 def match(
@@ -65,43 +79,47 @@ def match(
     learning_rate: float = 1e-3,
     device: str = "auto",
 ) -> Outcome:
-    """Match the networks by each method: their permutations, transpositions, and the distances between all pairs.
+    """Match the networks by each method: how they move, transpositions, and the distances between all pairs.
 
     Args:
-        methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one,
-            ``universe`` matches all of them at once.
+        methods: ``weights`` (``signed`` over signs too, ``rotated`` over signs and rotations), ``activations`` and
+            ``straight_through`` match each network to the first one, ``universe`` matches all of them at once.
         images: training images, the first ones, for activation and straight-through matching.
     """
     members = Members(model, data, samples, device)
     graph, states = members.graph, members.states
     batches = members.first_images(images, batch_size)
 
-    def permutations_of(method: Method) -> Sequence[Permutation]:
+    def moves_of(method: Method) -> Sequence[Move]:
         if method == "straight_through":
             options: dict[str, Any] = {"epochs": epochs, "learning_rate": learning_rate}
             found = [
                 straight_through_matching(graph, model, states[0], state, batches, cross_entropy, **options)
                 for state in states[1:]
             ]
-            return [identity_permutation(graph), *(one.permutation for one in found)]
+            return [(identity_permutation(graph), {}, {}), *((one.permutation, {}, {}) for one in found)]
         if method == "activations":
             how: dict[str, Any] = {"match_on": method, "model": model, "dataloader": batches, "similarity": similarity}
-            return align(graph, states, reference="first", **how).permutations
-        return align(graph, states, reference="universe" if method == "universe" else "first").permutations
+        else:
+            reference: Reference = "universe" if method == "universe" else "first"
+            how = {"reference": reference, "over": OVER.get(method, ("permutations",))}
+        one = align(graph, states, **how)
+        return list(zip(one.permutations, one.signs, one.maps, strict=True))
 
-    found: dict[str, Sequence[Permutation]] = {"none": [identity_permutation(graph)] * len(states)}
-    found |= {method: permutations_of(method) for method in tracked("matching", methods, str)}
+    found: dict[str, Sequence[Move]] = {"none": [(identity_permutation(graph), {}, {})] * len(states)}
+    found |= {method: moves_of(method) for method in tracked("matching", methods, str)}
     results: dict[str, dict[str, Any]] = {}
     for name, given in found.items():
-        own = [{group: indices.cpu() for group, indices in p.items()} for p in given]
-        moved = members.matched(own)
+        moved = members.matched(given)
+        orders = [{group: indices.cpu() for group, indices in p.items()} for p, _, _ in given]
         results[name] = {
-            "transpositions": [transposition_count(compose(invert(own[0]), p)) for p in own],
+            "transpositions": [transposition_count(compose(invert(orders[0]), p)) for p in orders],
+            "sign_changes": [sum(int((s < 0).sum()) for s in signs.values()) for _, signs, _ in given],
             "distances": [weight_distance(graph, moved[i], moved[j]) for i, j in members.pairs],
         }
     mean = (f"{name} {fmean(own['distances']):.2f}" for name, own in results.items())
-    largest = sum(group.size - 1 for group in graph.permutations)
+    largest = sum(math.prod(group.blocks) * (group.size - 1) for group in graph.permutations)
     return Outcome(
-        {"methods": results, "largest_transpositions": largest, "networks": members.networks, "permutations": found},
+        {"methods": results, "largest_transpositions": largest, "networks": members.networks, "moves": found},
         f"mean distance: {', '.join(mean)}",
     )

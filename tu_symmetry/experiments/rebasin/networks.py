@@ -1,11 +1,13 @@
-"""Convolutional networks with batch normalization for small images, of any width."""
+"""Networks for small images, of any width: convolutional ones with batch normalization, and a transformer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal
 
 from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 
 class _Block(nn.Module):
@@ -98,3 +100,54 @@ class VGG(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``[batch, num_classes]`` of images ``[batch, in_channels, height, width]``."""
         return self.classifier(self.features(x).mean((2, 3)))
+
+
+class _Attention(nn.Module):
+    """A pre-norm transformer block: self-attention, then a perceptron, each on a branch of the stream."""
+
+    def __init__(self, width: int, heads: int, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(y), self.k(y), self.v(y)))
+        x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(gelu(self.up(self.norm2(x))))
+
+
+class VisionTransformer(nn.Module):
+    """Vision transformer of Dosovitskiy et al. 2021, with the mean of all tokens in place of a class token.
+
+    Args:
+        size: pixels of a side.
+        patch: pixels of a side of each token.
+        width: of the residual stream; the perceptrons have twice as many units.
+        norm: ``layer`` or ``rms``; what the norms of the stream are.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        size: int = 32,
+        patch: int = 4,
+        width: int = 64,
+        layers: int = 4,
+        heads: int = 4,
+        norm: Literal["layer", "rms"] = "layer",
+    ) -> None:
+        super().__init__()
+        kind = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}[norm]
+        self.patches = nn.Conv2d(in_channels, width, patch, patch)
+        self.positions = nn.Embedding((size // patch) ** 2, width)
+        self.blocks = nn.Sequential(*(_Attention(width, heads, kind) for _ in range(layers)))
+        self.norm, self.head = kind(width), nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class logits of a batch of images."""
+        tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions.weight
+        return self.head(self.norm(self.blocks(tokens)).mean(1))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.experiments.rebasin.barriers import CORRECTIONS
 from tu_symmetry.reporting import plots
@@ -23,28 +24,31 @@ from tu_symmetry.tables.report import Answer, Found, Report, answered, table
 METHODS = {
     "none": "no permutation",
     "weights": "weights",
+    "signed": "weights, signed",
+    "rotated": "weights, rotated",
     "activations": "activations",
     "straight_through": "straight-through",
     "universe": "universe",
 }
 SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
 LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
-COLORS = dict(zip(METHODS, (plots.GRAY, plots.BLUE, plots.ORANGE, plots.GREEN, plots.PURPLE), strict=True))
+_IN_ORDER = (plots.GRAY, plots.BLUE, "#56B4E9", "#E69F00", plots.ORANGE, plots.GREEN, plots.PURPLE)
+COLORS = dict(zip(METHODS, _IN_ORDER, strict=True))
 SHADES = dict(zip(CORRECTIONS, (0.3, 0.6, 1.0), strict=True))  # the share of a method's color
 
 
-def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str, wide: str) -> Outcome:
+def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str = "", wide: str = "") -> Outcome:
     """Write ``report.md`` with tables and figures, and answer the claims of the recipe from what was measured.
 
     Args:
         networks: kind of network, as the report names it, to the folder of its `measure`.
-        narrow: the kind that the claim about widths starts from.
+        narrow: the kind that the claim about widths starts from, if the recipe has it.
         wide: the kind that is wider.
     """
     page = Report(out, recipe)
     found = {title: Outcome.load(folder).results for title, folder in networks.items()}
     for kind in (narrow, wide):
-        if kind not in found:
+        if kind and kind not in found:
             raise ConfigError(f"{kind!r} is none of the networks: {', '.join(map(repr, found))}")
     page.figure("barriers", draw_barriers, found)
     claims = answered(page.table.claims, ANSWERS, found, narrow, wide)
@@ -64,6 +68,11 @@ def barriers(found: Found, method: str, correction: str = "batchnorm", *, temper
     """Barriers in nats of all pairs; infinite where a network on the path has no finite loss."""
     key = "tempered_barrier" if tempered else "barrier"
     return [_finite(path[key]) for path in found["methods"][method]["paths"][correction]]
+
+
+def corrections(found: Found) -> list[Correction]:
+    """The corrections of statistics that were measured: none but "none" without batch normalization."""
+    return list(found["methods"]["none"]["paths"])
 
 
 def _finite(value: float | None) -> float:
@@ -132,7 +141,31 @@ def _reference(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
     return _answer(held, what, words)
 
 
-ANSWERS = {"width": _width, "correction": _correction, "permutation": _permutation, "reference": _reference}
+def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], Answer]:
+    """Whether one method of matching has lower barriers than another one, pair by pair."""
+
+    def answer(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+        held, words = [], []
+        for title, found in networks.items():
+            before, after = (barriers(found, method, "none") for method in (first, second))
+            gains = [b - a for a, b in zip(before, after, strict=True)]
+            held += [gain < 0 for gain in gains]
+            spread = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
+            words.append(f"{title}: {fmean(before):.3f} → {fmean(after):.3f}, {fmean(gains):+.3f} ± {spread:.3f}")
+        return _answer(held, "mean barrier in nats, and its change with the standard error over pairs", words)
+
+    return answer
+
+
+ANSWERS = {
+    "width": _width,
+    "correction": _correction,
+    "permutation": _permutation,
+    "reference": _reference,
+    "signs": _over("weights", "signed"),
+    "rotations": _over("signed", "rotated"),
+    "learned": _over("rotated", "straight_through"),
+}
 
 
 def barrier_table(title: str, found: Found) -> Grid:
@@ -147,14 +180,21 @@ def barrier_table(title: str, found: Found) -> Grid:
         "NoT": lambda m: f"{fmean(matching['methods'][m]['transpositions'][1:]):.0f}",
         "L2": lambda m: f"{fmean(matching['methods'][m]['distances']):.1f}",
     }
-    columns |= {f"T = 1\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=False) for c in CORRECTIONS}
-    columns |= {f"tuned T\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=True) for c in CORRECTIONS}
+    turned = any(sum(own["sign_changes"]) for own in matching["methods"].values())
+    if turned:
+        columns["signs"] = lambda m: f"{fmean(matching['methods'][m]['sign_changes'][1:]):.0f}"
+    columns |= {f"T = 1\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=False) for c in corrections(found)}
+    columns |= {f"tuned T\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=True) for c in corrections(found)}
+    corrected = (
+        "; BN: BatchNorm statistics re-estimated (where all hidden layers are normalized, REPAIR is just that)"
+        if len(corrections(found)) > 1
+        else ""
+    )
     caption = (
         f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
-        "softmax temperature, 1 or tuned at each point on held-out images; BN: BatchNorm statistics re-estimated "
-        "(where all hidden layers are normalized, REPAIR is just that); NoT: transpositions relative to the first "
-        f"network, mean over the others, {matching['largest_transpositions']} at most; L2: distance of the weights, "
-        "mean over pairs"
+        f"softmax temperature, 1 or tuned at each point on held-out images{corrected}; NoT: transpositions relative to "
+        f"the first network, mean over the others, {matching['largest_transpositions']} at most; L2: distance of the "
+        f"weights, mean over pairs{'; signs: how many units turn' if turned else ''}"
     )
     return table(f"{title}: barriers", {METHODS[m]: m for m in found["methods"]}, columns, caption)
 
@@ -173,8 +213,8 @@ def accuracy_table(title: str, found: Found) -> Grid:
         one = measured["mean"].get(c)
         return f"{100 * one['accuracy']:.1f}\n{_finite(one['loss']):.3f}" if one else ""
 
-    columns: dict[str, Any] = {f"halfway\n{SHORT[c]}": lambda one, c=c: halfway(one, c) for c in CORRECTIONS}
-    columns |= {f"mean\n{SHORT[c]}": lambda one, c=c: mean(one, c) for c in CORRECTIONS}
+    columns: dict[str, Any] = {f"halfway\n{SHORT[c]}": lambda one, c=c: halfway(one, c) for c in corrections(found)}
+    columns |= {f"mean\n{SHORT[c]}": lambda one, c=c: mean(one, c) for c in corrections(found)}
     caption = (
         f"test accuracy in %: halfway between two networks (mean over pairs), and of the mean of all "
         f"{len(members)} with its loss in nats below; single networks: {100 * single:.1f} %, {loss:.3f} nats; the "
@@ -194,7 +234,7 @@ def draw_barriers(path: Path, networks: Mapping[str, Found]) -> None:
     """
     with plots.grid(path, 1, len(networks), 4.2, 3.4, sharey=True) as axes:
         for ax, (title, found) in zip(axes[0], networks.items(), strict=True):
-            for m, correction in enumerate(CORRECTIONS):
+            for m, correction in enumerate(corrections(found)):
                 for k, method in enumerate(found["methods"]):
                     values, x = barriers(found, method, correction), k + 0.26 * (m - 1)
                     ax.bar(x, fmean(values), 0.24, color=COLORS[method], alpha=SHADES[correction])
@@ -206,16 +246,17 @@ def draw_barriers(path: Path, networks: Mapping[str, Found]) -> None:
             ax.set_xticks(range(len(ticks)), ticks, fontsize=8)
             ax.set(title=title, xlabel="method of matching")
             ax.grid(axis="x", visible=False)
+        shown = max(map(corrections, networks.values()), key=len)
         line = Line2D([], [], color="black", linewidth=1.5, label="mean, tuned temperature")
-        handles = [*(Patch(color="black", alpha=0.75 * SHADES[c], label=LEGEND[c]) for c in CORRECTIONS), line]
+        handles = [*(Patch(color="black", alpha=0.75 * SHADES[c], label=LEGEND[c]) for c in shown), line]
         axes[0, 0].set(ylabel="barrier of the test loss (nats)", ylim=(0, axes[0, 0].get_ylim()[1] * 1.3))
         axes[0, -1].legend(handles=handles, loc="upper right")
 
 
 def draw_paths(path: Path, found: Found) -> None:
     """Test loss along the paths between two networks of one kind, mean over pairs, a panel for each correction."""
-    with plots.grid(path, 1, len(CORRECTIONS), 3.4, 3.1, sharey=True) as axes:
-        for ax, correction in zip(axes[0], CORRECTIONS, strict=True):
+    with plots.grid(path, 1, len(corrections(found)), 3.4, 3.1, sharey=True) as axes:
+        for ax, correction in zip(axes[0], corrections(found), strict=True):
             for method, measured in found["methods"].items():
                 losses = [[_finite(loss) for loss in p["loss"]] for p in measured["paths"][correction]]
                 plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
