@@ -45,7 +45,7 @@ def judge(
     """Try the groups of a verified graph on random weights of the model, in float64."""
     verdict = Verdict()
     generator = torch.Generator().manual_seed(seed)
-    copied = _Copy(model, inputs, training=training)
+    copied = DoubleCopy(model, inputs, training=training)
     states = [random_weights(model, generator) for _ in range(2)]
     if any(_discrete(t) for t in states[0].values()):
         states.append({k: _other(t, generator) for k, t in states[0].items()})
@@ -78,7 +78,7 @@ def judge(
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
         attempt(_scales(exact, generator), tus.apply_scale, reference)
         if loose:
-            without = _Reference(_Copy(model, inputs, epsilons=False, training=training), state, generator)
+            without = _Reference(DoubleCopy(model, inputs, epsilons=False, training=training), state, generator)
             attempt(_scales([*exact, *loose], generator), tus.apply_scale, without)
     return verdict
 
@@ -197,7 +197,7 @@ def _other(tensor: Tensor, generator: torch.Generator) -> Tensor:
 # -- running a network ------------------------------------------------------------------------------------------------
 
 
-class _Copy:
+class DoubleCopy:
     """A float64 copy of a module that can be run with any weights, and forgets what earlier runs left in it."""
 
     def __init__(
@@ -327,7 +327,7 @@ def _without_epsilons(module: nn.Module) -> None:
 class _Reference:
     """The outputs for some weights, with the scale and the tolerance of every entry."""
 
-    def __init__(self, copied: _Copy, state: State, generator: torch.Generator) -> None:
+    def __init__(self, copied: DoubleCopy, state: State, generator: torch.Generator) -> None:
         self.copied, self.state = copied, state
         self.outputs = copied.run(state)
         self.tolerance: list[Tensor] = [torch.zeros(())] * len(self.outputs)
