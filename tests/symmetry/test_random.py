@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import traceback
 import warnings
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from handwritten_modules import HANDWRITTEN
-from oracle import DoubleCopy, judge
+from oracle import DoubleCopy, judge, random_weights
 from random_modules import WAYS, beyond_module, random_module
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -72,14 +73,15 @@ def examine(model: nn.Module, inputs: Inputs, *, seed: int = 0) -> Outcome:
     return outcome
 
 
-def hangs_on_rounding(model: nn.Module, inputs: Inputs) -> bool:
+def hangs_on_rounding(model: nn.Module, inputs: Inputs, seed: int = 0) -> bool:
     """Whether whole numbers among the outputs change with the last bits of what layers compute: equals are ordered."""
-    generator, found = torch.Generator().manual_seed(0), []
+    found, calls = [], itertools.count(1)
 
     def noised(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        return tensor * (1 + 1e-14 * torch.randn(tensor.shape, dtype=tensor.dtype, generator=generator))
+        noise = torch.sin(next(calls) * torch.arange(1.0, tensor.numel() + 1, dtype=torch.float64))  # copies make none
+        return tensor * (1 + 1e-14 * noise.reshape(tensor.shape).to(tensor.dtype))
 
     def other_bits(_layer: nn.Module, _args: Any, output: Any) -> Any:
         return tree_map_only(Tensor, noised, output)
@@ -87,10 +89,12 @@ def hangs_on_rounding(model: nn.Module, inputs: Inputs) -> bool:
     noisy = copy.deepcopy(model).eval()
     for layer in noisy.children():
         layer.register_forward_hook(other_bits)
-    state = {name: t.double() if t.is_floating_point() else t for name, t in noisy.state_dict().items()}
-    copies = [DoubleCopy(noisy, given) for given in (inputs, blank(inputs))]
+    own = {name: t.double() if t.is_floating_point() else t for name, t in noisy.state_dict().items()}
+    drawn = torch.Generator().manual_seed(seed)  # as the oracle draws them
+    states = [own, *(random_weights(model, drawn) for _ in range(2))]
+    copies = [(DoubleCopy(noisy, given), state) for given in (inputs, blank(inputs)) for state in states]
     for _ in range(4):
-        found.append([out for one in copies for out in one.run(state) if not out.is_floating_point()])
+        found.append([out for one, state in copies for out in one.run(state) if not out.is_floating_point()])
     return any(not torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
@@ -120,7 +124,7 @@ def examine_beyond(model: nn.Module, inputs: Inputs, *, seed: int = 0) -> Outcom
         for training in (False, True):
             if runs(model, given, training=training):  # batch norm trains on two samples at least
                 verdict = judge(found.graph, model, given, seed=seed, training=training)
-                if verdict.wrong and not hangs_on_rounding(model, given):  # saturated units add up to zero
+                if verdict.wrong and not hangs_on_rounding(model, given, seed):  # saturated units add up to zero
                     ways = given[len(inputs) :]
                     why = f"{verdict.wrong[0]} ({kind} inputs, n, m = {ways}, training: {training})"
                     return Outcome(WRONG, why, found.graph)
