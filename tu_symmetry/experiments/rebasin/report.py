@@ -236,7 +236,7 @@ def draw_barriers(path: Path, networks: Mapping[str, Found]) -> None:
         for ax, (title, found) in zip(axes[0], networks.items(), strict=True):
             for m, correction in enumerate(corrections(found)):
                 for k, method in enumerate(found["methods"]):
-                    values, x = barriers(found, method, correction), k + 0.26 * (m - 1)
+                    values, x = barriers(found, method, correction), k + 0.26 * (m - (len(corrections(found)) - 1) / 2)
                     ax.bar(x, fmean(values), 0.24, color=COLORS[method], alpha=SHADES[correction])
                     for (i, _), value in zip(found["pairs"], values, strict=True):
                         ax.plot(x, value, "ok", markersize=3.5, markerfacecolor="white" if i else "black")
