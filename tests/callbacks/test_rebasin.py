@@ -93,6 +93,25 @@ def test_trajectory_is_unchanged_in_place(optimizer: Any, interval: dict[str, in
     torch.testing.assert_close(aligned.model.eval()(x), plain.model.eval()(x), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("optimizer", [sgd, adam])
+def test_the_trajectory_is_unchanged_over_signs(optimizer: Any) -> None:
+    """Units of tanh turn where they are, with momenta and second moments; what turns is counted and logged."""
+
+    def tanh() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    plain, aligned = ensemble(tanh, optimizer=optimizer), ensemble(tanh, optimizer=optimizer)
+    fit(plain)
+    rebasin = Rebasin(over=("permutations", "signs"), in_place=True, every_n_steps=2)
+    fit(aligned, rebasin)
+    assert sum(sum(r["sign_changes"]) for r in rebasin.history) > 5
+    assert aligned.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
+    x = torch.randn(9, 5, dtype=torch.float64)
+    torch.testing.assert_close(aligned.model.eval()(x), plain.model.eval()(x), rtol=1e-9, atol=1e-10)
+    with pytest.raises(ValueError, match="align rotates networks after training"):
+        Rebasin(over=("permutations", "rotations"))
+
+
 def test_batch_norm_and_flatten_in_place() -> None:
     plain, aligned = ensemble(cnn), ensemble(cnn)
     fit(plain, image=True)
