@@ -13,6 +13,8 @@ from written import Entry, entries
 from zoo import discovered, every_case, named, weights
 
 import tu_symmetry as tus
+from tu_symmetry.metrics.functional import network_discrepancy
+from tu_symmetry.metrics.functional.discrepancy import removal
 from tu_symmetry.symmetry import rules
 from tu_symmetry.symmetry.action import sign_tensors, signed_tensors
 
@@ -256,6 +258,32 @@ def test_removal_over_signs(reference: bool) -> None:
     if not reference:
         entries = torch.cat([one["0.weight"], one["0.bias"][:, None], one["2.weight"].T], 1)
         assert bool((entries.gather(1, entries.abs().argmax(1, keepdim=True)) > 0).all())
+
+
+def test_discrepancies_and_posteriors_without_signs() -> None:
+    """Networks of one orbit are one network to the discrepancy, and to a Gaussian that is aligned over signs."""
+    _, graph, state = named("mlp_mixed")
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(count: int) -> list[State]:
+        return [
+            {n: t + 0.05 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in state.items()}
+            for _ in range(count)
+        ]
+
+    def moved(states: list[State]) -> list[State]:
+        signs = [tus.random_signs(graph, generator=generator) for _ in states]
+        return [tus.apply_signs(graph, s, one) for s, one in zip(signs, states, strict=True)]
+
+    x, y = drawn(6), drawn(6)
+    one, other = (network_discrepancy(x, given, graph=graph, removed="signed") for given in (y, moved(y)))
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert network_discrepancy(x, moved(y), graph=graph) > other + 1e-3
+    with pytest.raises(ValueError, match="over signs"):
+        removal("signed").element(graph, state)
+    over = ("permutations", "signs")
+    signed, plain = (tus.CompactPosterior.from_states(moved(x), graph, over=o) for o in (over, over[:1]))
+    assert signed.rms() < 0.1 < plain.rms()
 
 
 def test_the_zoo_has_signs() -> None:

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
-from tu_symmetry.metrics.functional.discrepancy import maximum_mean_discrepancy, weight_vectors
+from tu_symmetry.metrics.functional.discrepancy import (
+    Removal,
+    RemovalName,
+    maximum_mean_discrepancy,
+    removal,
+    weight_vectors,
+)
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
 from tu_symmetry.states import States, SymmetryError, as_stack, require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -28,9 +34,11 @@ class MaximumMeanDiscrepancy(BaseMetric):
     reference: list[Tensor]
     samples: list[Tensor]
 
-    def __init__(self, graph: SymmetryGraph | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, graph: SymmetryGraph | None = None, *, removed: RemovalName | Removal = "paper", **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
-        self.graph = graph
+        self.graph, self.removed = graph, removal(removed)
         for name in ("reference", "samples", "layout"):
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -53,7 +61,7 @@ class MaximumMeanDiscrepancy(BaseMetric):
         if shapes != first:
             odd = sorted(n for n in shapes.keys() | first.keys() if shapes.get(n) != first.get(n))
             raise ValueError(f"the states are of another architecture than the first ones; they differ in {odd}")
-        vectors = weight_vectors(states, graph=self.graph)
+        vectors = weight_vectors(states, graph=self.graph, removed=self.removed)
         if len(self.layout) == 0:
             widths = {name: v.shape[1] for name, v in vectors.items()}
             self.layout.append(written({"shapes": shapes, "widths": widths}).to(self.device))

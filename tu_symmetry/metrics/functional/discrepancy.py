@@ -20,7 +20,7 @@ KERNELS = ("laplace", "gaussian")  # of the L1 and of the L2 distance
 BANDWIDTHS = 10  # of each kernel
 _BANDWIDTH_SAMPLES = 500
 _PIECE = {"cpu": 1024, "cuda": 2**16}  # columns of a piece of the distances between long rows
-RemovalName = Literal["paper", "min_mass"]
+RemovalName = Literal["paper", "min_mass", "signed"]
 
 
 def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
@@ -45,18 +45,20 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
     return u_statistics(kernel, torch.stack([is_first, ~is_first], dim=1).to(kernel))[0]
 
 
-def network_discrepancy(x: States, y: States, *, graph: SymmetryGraph | None = None) -> Tensor:
+def network_discrepancy(
+    x: States, y: States, *, graph: SymmetryGraph | None = None, removed: RemovalName | Removal = "paper"
+) -> Tensor:
     """Squared MMD of two lists or stacks of networks, mean over their tensors; without symmetries it is NS.
 
     "MMD computed after the removal of the symmetries" is what arXiv 2310.08287 calls NS. How that paper makes one
     number of its layers' values is not published; the mean over tensors is our choice. With a ``graph`` only parameters
-    are compared, tied ones once, and not the running statistics, after the paper's :func:`removal`.
+    are compared, tied ones once, and not the running statistics, after the paper's :func:`removal` or another one.
 
     Raises:
         ValueError: for states of different architectures, too few samples, NaN or infinite values.
         SymmetryError: for states that the graph does not fit.
     """
-    a, b = (weight_vectors(s, graph=graph) for s in (x, y))
+    a, b = (weight_vectors(s, graph=graph, removed=removed) for s in (x, y))
     require_same_names(a, b)
     return torch.stack([maximum_mean_discrepancy(vectors, b[name]) for name, vectors in a.items()]).mean()
 
@@ -171,37 +173,45 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
 class Removal:
     """A canonical form of networks: a ``scale`` of the units (see :func:`~tu_symmetry.canonicalize`), then an order.
 
+    With ``signs``, units have canonical signs before they are ordered.
     Units are matched to those of the ``reference``, or else sorted by their largest weight.
     """
 
     name: str
     scale: Method
+    signs: bool = False
     reference: Mapping[str, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def element(self, graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[LogScale, Permutation]:
-        """Log-factors and permutation that bring one network to its canonical form."""
+        """Log-factors and permutation that bring one network to its canonical form, which is not one over signs."""
+        if self.signs:
+            raise ValueError("a removal over signs has no element of factors and a permutation; apply it")
         return removal_element(graph, state, **self._options())
 
     def apply(self, graph: SymmetryGraph, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The canonical form of a network, or of each of a stack."""
         with torch.no_grad():
-            return remove_symmetries(graph, states, certify=False, **self._options())
+            return remove_symmetries(graph, states, certify=False, signs=self.signs, **self._options())
 
     def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "reference": self.reference}
 
 
 def removal(name: RemovalName | Removal, *, align_to: Mapping[str, Tensor] | None = None) -> Removal:
-    """A removal by its name: ``paper`` (arXiv 2310.08287: unit norm of every hidden filter) or ``min_mass``.
+    """A removal by its name: ``paper`` (arXiv 2310.08287: unit norm of every hidden filter), ``min_mass``, ``signed``.
+
+    The last one is ``paper`` with canonical signs of units, for networks of odd activations and of normalizations.
 
     Units are then sorted by their largest weight, or with ``align_to`` matched to those of that network (sorting tears
     apart units whose keys are almost equal).
     """
     if isinstance(name, Removal):
         return name
-    scales: dict[str, Method] = {"paper": "unit_norm", "min_mass": "min_mass"}
+    scales: dict[str, Method] = {"paper": "unit_norm", "min_mass": "min_mass", "signed": "unit_norm"}
     if name not in scales:
         raise ValueError(f"removal must be one of {', '.join(map(repr, scales))} or a Removal, got {name!r}")
+    signs = name == "signed"
+    told = f"{scales[name]}{', signs' if signs else ''}"
     if align_to is not None:
-        return Removal(f"{scales[name]}, aligned", scales[name], dict(align_to))
-    return Removal(f"{scales[name]}, sorted by the largest weight", scales[name])
+        return Removal(f"{told}, aligned", scales[name], signs, dict(align_to))
+    return Removal(f"{told}, sorted by the largest weight", scales[name], signs)
