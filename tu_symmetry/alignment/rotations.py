@@ -20,7 +20,7 @@ from tu_symmetry.alignment.signed import PairSigns, Search, signed_matching
 from tu_symmetry.symmetry.action import compose_signed, linear_tensors, signed_tensors
 from tu_symmetry.symmetry.elements import Maps, SignedPermutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import LinearGroup
+from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup
 
 _MOST_SWEEPS = 20
 
@@ -83,7 +83,7 @@ class _Rotations(Search):
             maps = self._procrustes(moved)
             moved = linear_tensors(self.graph, maps, moved)
             for family in self.families:
-                if not self._rotated(family):
+                if not any(map(self._mixed, family.groups)):  # rotations permute as well
                     step = self.step(family, moved, family.tensors)
                     there = signed_tensors(self.graph, step, moved)
                     if self.product(there) > self.product(moved) + self.least:
@@ -118,6 +118,15 @@ class _Rotations(Search):
             total += member_gram(member, self.reference[member.parameter], moved[member.parameter]).to(total)
         return total.reshape(*shape, *shape)
 
+    def _mixed(self, group: PermutationGroup) -> bool:
+        """Whether a linear group mixes what a group permutes."""
+        return any(
+            (m.parameter, m.axis) == (o.parameter, o.axis) and bool(torch.isin(m.index, o.index).any())
+            for m in group.members
+            for linear in self.graph.linears
+            for o in linear.members
+        )
+
     def _rotated(self, family: Family) -> list[tuple[LinearGroup, Tensor]]:
         """The linear groups whose blocks are units of a family's root, and which unit each block is of."""
         found = []
@@ -140,9 +149,7 @@ class _Rotations(Search):
         if not rotated or family.coupled or any(len(units) != family.root.size for _, units in rotated):
             return element
         moved = signed_tensors(self.graph, element, self.state)
-        places = {(m.parameter, m.axis) for group, _ in rotated for m in group.members}
-        plain = [c for c in family.children if not any((m.parameter, m.axis) in places for m in c.members)]
-        kept = replace(family, children=tuple(plain))
+        kept = replace(family, children=tuple(c for c in family.children if not self._mixed(c)))
         pairs = {
             g.name: PairSigns(self.parts(family, g, moved, family.tensors), {}, self.zeros(g)) for g in kept.groups
         }

@@ -173,13 +173,14 @@ class Search:
         """Match each family by what only it and matched families move, first the family of which that is most."""
         moved = signed_tensors(self.graph, element, self.state)
         left = list(self.families)
+        movers = Counter(t for family in left for t in family.tensors)  # families to come that move a tensor
 
         def known(family: Family) -> list[str]:
-            return [t for t in family.tensors if not any(t in o.tensors for o in left if o is not family)]
+            return [t for t in family.tensors if movers[t] == 1]
 
         def share(family: Family) -> float:
             told, every = (sum(self.state[t].numel() for t in names) for names in (known(family), family.tensors))
-            return told / every
+            return told / max(every, 1)
 
         while left:
             family = max(left, key=share)
@@ -187,6 +188,7 @@ class Search:
             once = [t for t in told if t not in self.twice]
             step = self.step(family, moved, once or told or family.tensors)
             left.remove(family)
+            movers.subtract(family.tensors)
             moved = signed_tensors(self.graph, step, moved)
             element = compose_signed(self.graph, step, element)
         return element
