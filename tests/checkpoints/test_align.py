@@ -21,9 +21,9 @@ from tu_symmetry.alignment.align import align
 from tu_symmetry.checkpoints.align import align_files
 from tu_symmetry.checkpoints.files import find_checkpoints, output_names
 from tu_symmetry.files import FileError
-from tu_symmetry.symmetry.action import apply_permutation
+from tu_symmetry.symmetry.action import apply_permutation, apply_signs
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
+from tu_symmetry.symmetry.elements import invert, random_permutation, random_signs, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MODES = ("first", "universe")
@@ -91,6 +91,28 @@ def test_every_kind_of_file_is_aligned(graph: SymmetryGraph, tmp_path: Path) -> 
     assert report["prefix"] == "model."
     markdown = (out / "report.md").read_text()
     assert all(f"| {p.name} |" in markdown for p in files)
+
+
+@pytest.mark.parametrize("reference", MODES)
+def test_files_are_aligned_over_signs(reference: Any, graph: SymmetryGraph, tmp_path: Path) -> None:
+    """Units of tanh that were turned: by the command, as in memory, and skipped when it is given again."""
+    states, _ = planted(graph, 3)
+    generator = torch.Generator().manual_seed(3)
+    turned = [states[0], *(apply_signs(graph, random_signs(graph, generator=generator), s) for s in states[1:])]
+    files, out = write(tmp_path, turned), tmp_path / "out"
+    over: Any = ("permutations", "signs")
+    result = align_files(graph, files, out, reference=reference, over=over)
+    expected = align(graph, turned, reference=reference, over=over)
+    for k, file in enumerate(result.files):
+        aligned, found = load_file(out / file.aligned), load_file(out / file.permutation)
+        assert file.distance_after == pytest.approx(0, abs=1e-5)
+        assert all(torch.equal(aligned[n], expected.states[k][n]) for n in aligned)
+        signs = {n.removeprefix("signs:"): t for n, t in found.items() if n.startswith("signs:")}
+        assert all(torch.equal(signs[n], t) for n, t in expected.signs[k].items())
+    assert align_files(graph, files, out, reference=reference, over=over).skipped == 3
+    assert align_files(graph, files, out, reference=reference).skipped == 0
+    with pytest.raises(FileError, match="rotates networks in memory"):
+        align_files(graph, files, out, over=("permutations", "rotations"))
 
 
 def test_what_is_done_is_skipped_and_anything_else_redone(graph: SymmetryGraph, tmp_path: Path) -> None:

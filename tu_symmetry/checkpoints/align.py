@@ -1,7 +1,8 @@
 """Aligning many checkpoint files, two in memory at a time; results of an interrupted run are used again.
 
-For every checkpoint the folder takes ``NAME.safetensors``, the aligned weights, and ``NAME.permutation.safetensors``;
-what they were made of stands in their headers. A mean and a universe also write ``mean.safetensors``, the mean of all.
+For every checkpoint the folder takes ``NAME.safetensors``, the aligned weights, and ``NAME.permutation.safetensors``,
+in which signs are named ``signs:GROUP``; what they were made of stands in their headers. A mean and a universe also
+write ``mean.safetensors``, the mean of all.
 """
 
 from __future__ import annotations
@@ -9,12 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from tu_symmetry.alignment.align import Over, check_over
 from tu_symmetry.alignment.consensus import Reference, Target, find_target
-from tu_symmetry.alignment.matching import weight_distance
+from tu_symmetry.alignment.matching import Matching, weight_distance
 from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.signed import signed_matching
 from tu_symmetry.checkpoints.files import (
     FORMAT,
     MEAN,
@@ -34,9 +40,9 @@ from tu_symmetry.checkpoints.files import (
 )
 from tu_symmetry.files import FileError, check_file, clear_scratch, lock_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.action import signed_tensors
 from tu_symmetry.symmetry.certificate import measured
-from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
+from tu_symmetry.symmetry.elements import SignedPermutation, identity_element, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 REPORT, REPORT_DATA = "report.md", "report.json"
@@ -114,6 +120,7 @@ def align_files(
     out: Path,
     *,
     reference: Path | Reference = "first",
+    over: Sequence[Over] = ("permutations",),
     prefix: str = "",
     track: Track = silent,
 ) -> FileAlignment:
@@ -121,8 +128,11 @@ def align_files(
 
     In memory are the reference (for a universe: the sum of all, float64), one network, its permuted copy, and what
     matching needs. All files are checked before the first is written. The ``prefix`` is taken off the names in files;
-    files whose names have none are read as they are.
+    files whose names have none are read as they are. Networks move ``over`` permutations, or over signs too.
     """
+    signs = "signs" in check_over(over)
+    if "rotations" in over:
+        raise FileError("files are aligned over permutations and signs; align(over=...) rotates networks in memory")
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")
     if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
@@ -132,7 +142,7 @@ def align_files(
     names = [f"{name}{suffix}" for name in output_names(checkpoints) for suffix in (".safetensors", PERMUTATION)]
     tensors, texts = [out / name for name in (*names, MEAN)], {out / name: mark for name, mark in _MARKS.items()}
     refuse_foreign(tensors, texts, [*checkpoints, reference] if isinstance(reference, Path) else checkpoints)
-    graph = verified_permutations(graph, track)
+    graph = verified_permutations(graph, track, signs=signs)
     files = check_checkpoints(graph, checkpoints, prefix, track)
     given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
     out.mkdir(parents=True, exist_ok=True)
@@ -143,6 +153,8 @@ def align_files(
                 graph,
                 StateSource(list(checkpoints), prefix=prefix),
                 given,
+                partial(signed_matching, graph) if signs else None,
+                descend=partial(_signed_descent, graph) if signs else None,
                 progress=lambda at: tracker.update(at["done"], what=at["step"]),
             )
         path = reference if isinstance(reference, Path) else files[target.index or 0].path
@@ -154,6 +166,7 @@ def align_files(
             "mode": mode if averaged else "file",
             "reference_sha256": sha256(path),
             "prefix": prefix,
+            **({"over": "permutations and signs"} if signs else {}),
         }
         results: list[Aligned] = []
         skipped = 0
@@ -189,11 +202,11 @@ def _align(
     """Write the permuted network, whose outputs are compared, and the permutation."""
     state = load_checkpoint(graph, file.path, header["prefix"])
     is_reference = file.sha256 == header["reference_sha256"]
-    permutation = identity_permutation(graph) if is_reference else target.element(k, state).permutation
-    moved = permute_tensors(graph, permutation, state)
+    element = identity_element(graph) if is_reference else target.element(k, state)
+    moved = signed_tensors(graph, element, state)
     certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=False)
     figures = {
-        "transpositions": transposition_count(permutation),
+        "transpositions": transposition_count(element.permutation),
         "distance_before": weight_distance(graph, target.state, state),
         "distance_after": weight_distance(graph, target.state, moved),
         "output_change": None if certificate is None else certificate.change,
@@ -201,16 +214,23 @@ def _align(
     }
     result = _aligned(file, figures)
     whole = {**header, "source_sha256": file.sha256, **figures}
-    write_owned(out / result.permutation, permutation, whole)
+    turned = {f"signs:{name}": signs for name, signs in element.signs.items()}
+    write_owned(out / result.permutation, element.permutation | turned, whole)
     write_owned(out / result.aligned, moved, whole)
     return result
+
+
+def _signed_descent(
+    graph: SymmetryGraph, target: Mapping[str, Tensor], state: Mapping[str, Tensor], init: SignedPermutation
+) -> Matching:
+    return signed_matching(graph, target, state, init=init)
 
 
 def _done_before(out: Path, file: Checkpoint, header: Mapping[str, Any]) -> Aligned | None:
     """What a former run has written with the same source, reference and options; None if there was none."""
     written = [out / f"{file.name}{suffix}" for suffix in (".safetensors", PERMUTATION)]
     first, second = map(owned_header, written)
-    wanted = {**header, "source_sha256": file.sha256, "version": VERSION}
+    wanted = {"over": None, **header, "source_sha256": file.sha256, "version": VERSION}
     if first is None or first != second or any(first.get(k) != v for k, v in wanted.items()):
         return None
     for path in written:

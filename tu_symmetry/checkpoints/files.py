@@ -62,10 +62,11 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def verified_permutations(graph: SymmetryGraph, track: Track) -> SymmetryGraph:
-    """What alignment uses of a graph, verified: scales are left out, which large networks take long to verify."""
-    alone = replace(graph, scales=(), normalizations=(), scale_terms={})
-    with track("verifying the permutations in float64", 1) as tracker:
+def verified_permutations(graph: SymmetryGraph, track: Track, *, signs: bool = False) -> SymmetryGraph:
+    """What alignment uses of a graph, verified; the rest is left out, which large networks take long to verify."""
+    alone = replace(graph, scales=(), normalizations=(), scale_terms={}, linears=())
+    alone = alone if signs else replace(alone, signs=(), sign_terms={})
+    with track(f"verifying the permutations{' and signs' if signs else ''} in float64", 1) as tracker:
         alone.require_verified()
         tracker.update(1)
     return alone

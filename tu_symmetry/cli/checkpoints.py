@@ -67,8 +67,8 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
 def inspect(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry inspect --model NAME --input SHAPE``."""
     parser.description = (
-        "Builds a network (with random weights), finds its permutation, scale and normalization symmetries, verifies "
-        "them numerically and prints them."
+        "Builds a network (with random weights), finds its symmetries (permutations, scales, normalizations, "
+        "signs, linear maps), verifies them numerically and prints them."
     )
     parser.epilog = "example: tu-symmetry inspect --model torchvision.models.resnet50 --input 1,3,224,224"
     _add_architecture(parser)
@@ -99,6 +99,13 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
     _add_files(parser, type=named("a folder"), metavar="DIR", help="folder of the aligned files and the report")
+    parser.add_argument(
+        "--over",
+        nargs="+",
+        choices=("permutations", "signs"),
+        default=["permutations"],
+        help="what moves networks: permutations, and signs of units if they are named too (default: permutations)",
+    )
 
     def run(arguments: argparse.Namespace) -> int | None:
         from rich.console import Console
@@ -115,6 +122,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
             checkpoints,
             Path(arguments.out),
             reference=reference,
+            over=arguments.over,
             prefix=arguments.prefix,
             track=display.track,
         )
