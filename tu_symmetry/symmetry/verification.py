@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 Element = dict[
     Group, Tensor
 ]  # permutations, log-scales, signs, matrices (groups of different kinds may have the same name)
-Plan = tuple[dict[Group, Tensor], bool]  # which blocks of which groups move, as masks; whether by one cycle each
+# which blocks of which groups move, as masks; whether by one cycle each; whether this is one of the first two passes
+Plan = tuple[dict[Group, Tensor], bool, bool]
 NOISE = 64  # relative noise of the weights that measures sensitivities, in units of the last place
 FEW = 8  # units of a block; two blocks of so many move alike by chance in one of 5,040 passes at most
 TOLERANCE = 1e-9  # largest accepted change of an output entry, relative to its own scale
@@ -133,13 +134,13 @@ def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Pla
         count += math.prod(shapes[group])
     separate = sum(math.prod(shapes[g]) for g in few)
     everything = {g: torch.ones(shape, dtype=torch.bool, device="cpu") for g, shape in shapes.items()}
-    yield everything, True
-    yield everything, False
+    yield everything, True, True
+    yield everything, False, True
     for number, on in enumerate(_halves(separate).T):  # all others borrow their numbers
-        yield {g: on[k % separate] for g, k in numbers.items()}, number % 2 == 0
+        yield {g: on[k % separate] for g, k in numbers.items()}, number % 2 == 0, False
     for cycles in (True, False):
         drawn = {g: torch.rand(shape, generator=generator, device="cpu") < 0.5 for g, shape in shapes.items()}
-        yield drawn if count > 1 else everything, cycles
+        yield drawn if count > 1 else everything, cycles, False
 
 
 def _halves(count: int) -> Tensor:
@@ -156,7 +157,7 @@ def _halves(count: int) -> Tensor:
 def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> Element:
     """A random element that moves every block of a pass, and no other."""
     element: Element = {}
-    masks, cycles = plan
+    masks, cycles, paired = plan
     for group in groups:
         moving = masks[group]
         if not bool(moving.any()):
@@ -171,8 +172,9 @@ def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> El
         elif isinstance(group, LinearGroup):
             element[group] = random_matrices(group, generator)
         elif isinstance(group, SignGroup):
-            turned = torch.randint(2, (group.size,), generator=generator, device="cpu")
-            turned[torch.randint(group.size, (), generator=generator, device="cpu")] = 1
+            source = torch.Generator().manual_seed(group.size) if paired else generator
+            turned = torch.randint(2, (group.size,), generator=source, device="cpu")
+            turned = 1 - turned if paired and not cycles else turned  # what the first pass leaves, the second turns
             element[group] = 1 - 2 * turned
         else:
             size = 0.1 + 0.4 * torch.rand(group.size, generator=generator, dtype=torch.float64, device="cpu")
