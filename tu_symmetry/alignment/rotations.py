@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.assignment import assign_family, flat_source
-from tu_symmetry.alignment.gram import Family, member_gram
+from tu_symmetry.alignment.gram import Family, member_gram, widened
 from tu_symmetry.alignment.matching import Matching, Solver, inner_product, weight_distance, weight_matching
 from tu_symmetry.alignment.signed import PairSigns, Search, signed_matching
 from tu_symmetry.symmetry.action import compose_signed, linear_tensors, signed_tensors
@@ -53,7 +53,7 @@ def rotation_matching(
         graph = replace(graph, signs=(), sign_terms={})
     if not graph.linears:
         return found
-    search = _Rotations(graph, reference_state, state)
+    search = _Rotations(graph, *widened(graph, reference_state, state))
     best, maps, sweeps = search.rotated(found.element)
     moved = linear_tensors(graph, maps, signed_tensors(graph, best, state))
     return replace(

@@ -152,7 +152,9 @@ def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], 
             held += [gain < 0 for gain in gains]
             spread = stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else math.nan
             words.append(f"{title}: {fmean(before):.3f} → {fmean(after):.3f}, {fmean(gains):+.3f} ± {spread:.3f}")
-        return _answer(held, "mean barrier in nats, and its change with the standard error over pairs", words)
+        return _answer(
+            held, "cases are pairs; mean barrier in nats, its change with the standard error over pairs", words
+        )
 
     return answer
 
