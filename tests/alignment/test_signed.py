@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from torch import Tensor, nn
-from zoo import named, weights
+from zoo import llama, named, vit, weights
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.running.weights import random_state
@@ -56,22 +56,6 @@ def test_planted_elements_are_found(case: Case) -> None:
     assert sum(found[::2]) == 3 and sum(found[1::2]) >= 2
 
 
-def llama() -> tuple[nn.Module, Tensor]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config), torch.randint(60, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-def vit() -> tuple[nn.Module, Tensor]:
-    import torchvision
-
-    shape = {"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
-    return torchvision.models.VisionTransformer(**shape, num_classes=10), torch.randn(2, 3, 8, 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [llama, vit])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
@@ -117,8 +101,8 @@ def test_networks_are_aligned_over_signs(reference: str) -> None:
 
 def test_mistakes_are_named() -> None:
     _, graph, state = named("mlp_mixed")
-    for over in (("signs",), ("permutations", "scales"), (), "permutations"):
-        with pytest.raises(ValueError, match=r"'signs' or 'rotations'"):
+    for over in (("signs",), ("permutations", "scale"), (), "permutations"):
+        with pytest.raises(ValueError, match=r"pass 'permutations', and beside it"):
             tus.align(graph, [state, state], over=over)
     with pytest.raises(ValueError, match="are matched by weights"):
         tus.align(graph, [state, state], over=("permutations", "signs"), match_on="activations")

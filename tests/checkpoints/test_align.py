@@ -111,8 +111,6 @@ def test_files_are_aligned_over_signs(reference: Any, graph: SymmetryGraph, tmp_
         assert all(torch.equal(signs[n], t) for n, t in expected.signs[k].items())
     assert align_files(graph, files, out, reference=reference, over=over).skipped == 3
     assert align_files(graph, files, out, reference=reference).skipped == 0
-    with pytest.raises(FileError, match="rotates networks in memory"):
-        align_files(graph, files, out, over=("permutations", "rotations"))
 
 
 def test_what_is_done_is_skipped_and_anything_else_redone(graph: SymmetryGraph, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from toy_networks import Normed as Net
 
 import tu_symmetry as tus
 from tu_symmetry import cli
-from tu_symmetry.alignment import consensus, merging
+from tu_symmetry.alignment import merging, over
 from tu_symmetry.checkpoints.data import load_data
 from tu_symmetry.checkpoints.merge import merge_files, working_folder
 from tu_symmetry.files import FileError, FolderInUseError
@@ -169,7 +169,7 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
     data = ["--data", f"{__name__}.loader"] if more else []
     assert merge(paths, whole, *data, *more) == 0
     expected = tree(tmp_path)
-    left = counted(monkeypatch, consensus, "weight_matching")
+    left = counted(monkeypatch, over, "weight_matching")
     left.calls = 2
     with pytest.raises(Killed):
         merge(paths, out, *data, *more)
@@ -186,7 +186,7 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out, folder = write(tmp_path, 3), tmp_path / "merged.safetensors", tmp_path / "merged.merging"
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
-        kept["permutation/1"] = {"0": torch.arange(8)}
+        kept["move/1"] = {"0": torch.arange(8)}
         raise KeyboardInterrupt
     path = next(folder.glob("*.safetensors"))
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
@@ -195,7 +195,7 @@ def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.
             pass
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
-        assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["permutation/1"]["0"], torch.arange(8))
+        assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["move/1"]["0"], torch.arange(8))
         raise KeyboardInterrupt
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(FileError, match="deleting it has it found again"), working_folder(folder, "one"):

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from tu_symmetry.alignment.matching import Matching, inner_product, weight_matching
 from tu_symmetry.states import State, as_given
-from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
-from tu_symmetry.symmetry.elements import SignedPermutation, identity_element
+from tu_symmetry.symmetry.action import compose_signed, invert_signed, linear_tensors, signed_tensors
+from tu_symmetry.symmetry.elements import Maps, SignedPermutation, identity_element
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
+Found = tuple[SignedPermutation, Maps]  # what moves a network: units and signs, and then rotations
 Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
 Descend = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], SignedPermutation], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
 _MOST_SWEEPS = 20  # of a universe
+_LEAST_GAIN = 1e-6  # of a rotation in a sweep, relative to what it maximizes
 _CANDIDATES = 16  # that are compared for a medoid
 
 
@@ -39,14 +41,18 @@ class Target:
 
     state: Mapping[str, Tensor]
     match: Match
-    known: Mapping[int, SignedPermutation] = field(default_factory=dict)
+    known: Mapping[int, Found] = field(default_factory=dict)
     index: int | None = None
     sweeps: int = 0
     converged: bool = True
 
-    def element(self, k: int, state: Mapping[str, Tensor]) -> SignedPermutation:
-        """The permutation of the network ``k``, and its signs where these were matched."""
-        return self.known[k] if k in self.known else self.match(self.state, state).element
+    def found(self, k: int, state: Mapping[str, Tensor]) -> Found:
+        """The permutation of the network ``k``, and its signs and rotations where these were matched."""
+        return self.known[k] if k in self.known else _found(self.match(self.state, state))
+
+
+def _found(matching: Matching) -> Found:
+    return matching.element, matching.maps
 
 
 def find_target(
@@ -56,11 +62,13 @@ def find_target(
     match: Match | None = None,
     *,
     descend: Descend | None = None,
+    rotations: bool = False,
     progress: Progress = lambda at: None,
 ) -> Target:
     """Find what networks are aligned to, by their weights if nothing else is said; they are read two at a time.
 
-    ``match`` and ``descend`` match a network to a state, the latter from an element that is given.
+    ``match`` and ``descend`` match a network to a state, the latter from an element that is given; whether they rotate
+    units, ``rotations`` tells.
     """
     match = match or partial(weight_matching, graph)
 
@@ -70,11 +78,11 @@ def find_target(
     if not isinstance(reference, str):
         return Target(reference, match)
     if reference == "first":
-        return Target(networks[0], match, {0: identity_element(graph)}, 0)
+        return Target(networks[0], match, {0: (identity_element(graph), {})}, 0)
     if reference == "medoid":
         return _medoid(graph, networks, match, progress)
     sweeps = _MOST_SWEEPS if reference == "universe" else 0
-    return _consensus(graph, networks, match, descend or by_permutations, sweeps, progress)
+    return _consensus(graph, networks, match, descend or by_permutations, sweeps, rotations, progress)
 
 
 def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
@@ -98,8 +106,8 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
                 progress({"step": "comparing pairs", "done": len(found), "total": total})
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
-    known = {best: identity_element(graph), **{j: m.element for (i, j), m in found.items() if i == best}}
-    return Target(networks[best], match, known, best)
+    known: dict[int, Found] = {j: _found(m) for (i, j), m in found.items() if i == best}
+    return Target(networks[best], match, known | {best: (identity_element(graph), {})}, best)
 
 
 def _consensus(
@@ -108,19 +116,22 @@ def _consensus(
     match: Match,
     descend: Descend,
     max_sweeps: int,
+    rotations: bool,
     progress: Progress,
 ) -> Target:
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
     C2M3, eq. 5): each network descends from the permutation that it has, so the sum never decreases. They begin at the
-    networks as they are where these lie closer together. Without sweeps it is the mean.
+    networks as they are where these lie closer together. Without sweeps it is the mean. Over rotations each network is
+    matched anew, moves where that gains, and the first one stays where it is.
     """
     count = len(networks)
+    still: Found = identity_element(graph), {}
     like: State = {}
     total: dict[str, Tensor] = {}  # of floating-point tensors, in float64
     unmoved: dict[str, Tensor] = {}  # the same of the networks as they are
-    held: list[SignedPermutation] = []
+    held: list[Found] = []
     sweep, moved = 0, True
 
     def mean_of_others(state: State, own: Mapping[str, Tensor], others: int) -> State:
@@ -139,41 +150,48 @@ def _consensus(
             else:
                 sums.setdefault(name, tensor)
 
+    def placed(found: Found, state: State) -> State:
+        return linear_tensors(graph, found[1], signed_tensors(graph, found[0], state))
+
     def improve(k: int) -> bool:
         """One step of a sweep; whether it has moved the network."""
         state = networks[k]
-        own = signed_tensors(graph, held[k], state)
+        own = placed(held[k], state)
         others = mean_of_others(state, own, count - 1)
-        now = descend(others, state, held[k]).element
-        stays = all(torch.equal(p, held[k].permutation[name]) for name, p in now.permutation.items())
-        if stays and all(bool((s == held[k].signs.get(name, 1)).all()) for name, s in now.signs.items()):
+        now, element = _found(descend(others, state, held[k][0])), held[k][0]
+        stays = all(torch.equal(p, element.permutation[name]) for name, p in now[0].permutation.items())
+        stays = stays and all(bool((s == element.signs.get(name, 1)).all()) for name, s in now[0].signs.items())
+        if rotations:
+            before, after = (inner_product(graph, others, one) for one in (own, placed(now, state)))
+            stays = after <= before + _LEAST_GAIN * abs(before)
+        if stays:
             return False
         held[k] = now
-        enter(total, signed_tensors(graph, now, state), own)
+        enter(total, placed(now, state), own)
         return True
 
     for k in range(count):
         state = read(graph, networks, k)
         like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
         others = mean_of_others(state, {}, k) if k else {}
-        held.append(match(others, state).element if k else identity_element(graph))
-        enter(total, signed_tensors(graph, held[k], state), {})
+        held.append(_found(match(others, state)) if k else still)
+        enter(total, placed(held[k], state), {})
         enter(unmoved, state, {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
     if inner_product(graph, unmoved, unmoved) > (1 + 1e-9) * inner_product(graph, total, total):
-        total, held = unmoved, [identity_element(graph)] * count
+        total, held = unmoved, [still] * count
     while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
-        for k in range(count):
+        for k in range(1 if rotations else 0, count):
             moved |= improve(k)
             progress({"step": f"aligning to all others, sweep {sweep}", "done": k + 1, "total": count})
-    back = invert_signed(graph, held[0])
+    back = invert_signed(graph, held[0][0])
     mean = signed_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
     return Target(
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         match,
-        {k: compose_signed(graph, back, element) for k, element in enumerate(held)},
+        {k: (compose_signed(graph, back, element), maps) for k, (element, maps) in enumerate(held)},
         sweeps=sweep,
         converged=sweep == 0 or not moved,
     )

@@ -19,15 +19,22 @@ from typing import Any
 from torch import Tensor
 
 from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.over import Over
 from tu_symmetry.files import FileError, digest_file, files_of, read_header, read_json, write_safetensors
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
-VERSION = 4
+VERSION = 5
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
+_LEAST = "; distances are those between networks at their least mass"
+MOVED = {  # by the words of over=: what is told of it, its title, and what that means
+    "signs": ("sign_changes", "signs", "signs: units that turn theirs"),
+    "scales": ("largest_factor", "factor", f"factor: the largest, or the inverse of the smallest{_LEAST}"),
+    "rotations": ("mixed_blocks", "mixed", "mixed: blocks of units that matrices mix"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +69,24 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def verified_permutations(graph: SymmetryGraph, track: Track, *, signs: bool = False) -> SymmetryGraph:
+def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) -> SymmetryGraph:
     """What alignment uses of a graph, verified; the rest is left out, which large networks take long to verify."""
-    alone = replace(graph, scales=(), normalizations=(), scale_terms={}, linears=())
-    alone = alone if signs else replace(alone, signs=(), sign_terms={})
-    with track(f"verifying the permutations{' and signs' if signs else ''} in float64", 1) as tracker:
+    alone = graph
+    if "scales" not in over:
+        alone = replace(alone, scales=(), normalizations=(), scale_terms={})
+    if "signs" not in over:
+        alone = replace(alone, signs=(), sign_terms={})
+    if "rotations" not in over:
+        alone = replace(alone, linears=())
+    with track(f"verifying the {' and '.join(', '.join(over).rsplit(', ', 1))} in float64", 1) as tracker:
         alone.require_verified()
         tracker.update(1)
     return alone
+
+
+def moved_by(over: Sequence[Over]) -> list[tuple[str, str, str]]:
+    """What reports tell of the symmetries that networks were moved over, beside permutations: see ``MOVED``."""
+    return [told for word, told in MOVED.items() if word in over]
 
 
 def output_names(checkpoints: Sequence[Path]) -> list[str]:

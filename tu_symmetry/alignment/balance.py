@@ -1,0 +1,226 @@
+"""Least mass over positive scales and linear maps: the form in which networks are compared by their weights.
+
+A matrix ``A`` that units may be mixed by takes what makes them to ``A W`` and what reads them to ``A^-T V``. The sum of
+squares ``|A W|^2 + |A^-T V|^2`` is least where both have the same Gram matrix between the units. What then is left of
+the matrices is orthogonal, as what is left of positive scales is nothing; and neither permutations nor signs nor
+rotations change a mass. So networks that differ by all of these differ by the latter alone once both are balanced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.alignment.gram import units_first
+from tu_symmetry.alignment.matching import inner_product
+from tu_symmetry.reporting.brief import Brief
+from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.states import State, as_given
+from tu_symmetry.symmetry.action import linear_tensors, scale_tensors
+from tu_symmetry.symmetry.certificate import Certificate, measured
+from tu_symmetry.symmetry.elements import LogScale, Maps
+from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import LinearGroup, numbers_at
+
+_MOST_SWEEPS = 300
+_STILL = 1e-11  # the largest entry of a step that counts as none
+_LOST = 1e-9  # singular values of the product of what makes and what reads units, relative to the largest
+
+
+@dataclass(frozen=True, repr=False)
+class BalancedForm(Brief):
+    """A network of least mass over its positive scales and general linear maps.
+
+    Attributes:
+        state: the balanced state dict; computes the same function.
+        log_scale: natural-log factors, which act first. Units that a matrix mixes have none.
+        maps: symmetric matrices that act then, for each general linear group.
+        mass_before, mass_after: squared L2 norm of the parameters as given, and balanced.
+        sweeps: how often all groups were balanced, one after the other.
+        converged: whether the last sweep moved nothing.
+        degenerate: group name to the numbers of the blocks that stay as they are, because what makes the units or what
+            reads them has a rank below their number, and their mass could be mixed away in part.
+        certificate: the change of the outputs, see :func:`~tu_symmetry.certify`; None where nothing was measured.
+        uncertified: why nothing was measured; empty where something was.
+    """
+
+    state: State
+    log_scale: LogScale
+    maps: Maps
+    mass_before: float
+    mass_after: float
+    sweeps: int
+    converged: bool
+    degenerate: dict[str, Tensor]
+    certificate: Certificate | None = None
+    uncertified: str = ""
+
+
+def balanced(graph: SymmetryGraph, state: Mapping[str, Tensor], *, certify: bool = True) -> BalancedForm:
+    """Bring a network to its least squared L2 norm over all positive scales and all general linear maps.
+
+    For one group the best matrix is known in closed form, by the singular values of the product of what makes and what
+    reads its units. Groups that meet in one tensor, and scales, take turns, in float64, until nothing moves. Scales are
+    those of :func:`~tu_symmetry.canonicalize` with ``min_mass``: weights before a normalization stay as they are.
+
+    Laws: the function is unchanged; the mass never grows; networks that differ by scales and linear maps have forms
+    that differ by orthogonal maps, and with these by permutations and signs where they differed by such as well.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        state: state dict of one network.
+        certify: measure on the graph's example inputs that the outputs stay the same.
+
+    Raises:
+        SymmetryError: as :func:`~tu_symmetry.canonicalize`.
+        ValueError: a stack of states.
+    """
+    _check(graph, state, "balanced")
+    found = _least_mass(graph, state, scales=True)
+    form = replace(found, state=linear_tensors(graph, found.maps, scale_tensors(graph, found.log_scale, state)))
+    told = measured(graph, state, form.state, "the balanced form", wanted=certify)
+    return replace(form, certificate=told[0], uncertified=told[1])
+
+
+def canonical_linear(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Maps:
+    """The matrices that balance a network, and rotate units so that their Gram matrices are diagonal, descending.
+
+    Units are then the singular vectors of what makes and reads them, ordered by their singular values. Of an orthogonal
+    group the Gram matrix of all its tensors together becomes diagonal. Blocks that cannot be balanced (see
+    :class:`BalancedForm`) keep the identity.
+
+    Law: networks that differ by linear maps have the same form under :func:`~tu_symmetry.symmetry.apply_linear`, up to
+    the signs of units, where no two of a block's singular values are equal.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        state: a state dict of one network.
+
+    Returns:
+        Group name to float64 ``[*blocks, size, size]``, on the CPU.
+
+    Raises:
+        SymmetryError: a state of another architecture, NaN or infinite weights.
+        ValueError: a stack of states.
+    """
+    _check(graph, state, "canonical_linear")
+    found = _least_mass(graph, state, scales=False)
+    maps: Maps = {}
+    for group in graph.linears:
+        left, _, _ = torch.linalg.svd(_triangle(group, found.state, (1.0, -1.0) if group.orthogonal else (1.0,)))
+        rotation = left.mT.clone()
+        rotation[found.degenerate.get(group.name, [])] = torch.eye(group.size).to(rotation)
+        maps[group.name] = rotation.reshape(group.shape) @ found.maps.get(
+            group.name, torch.eye(group.size).to(rotation)
+        )
+    return maps
+
+
+def _check(graph: SymmetryGraph, state: Mapping[str, Tensor], name: str) -> None:
+    graph.require_verified()
+    if graph.check_state(state):
+        raise ValueError(f"{name} takes one state, this is a stack: call it for each of its networks")
+
+
+def _least_mass(graph: SymmetryGraph, state: Mapping[str, Tensor], *, scales: bool) -> BalancedForm:
+    """The balanced form in float64, without a certificate; over linear maps alone where scales stay."""
+    current = as_given(state, {n: t.double() if t.is_floating_point() else t for n, t in state.items()})
+    before = inner_product(graph, current, current)
+    groups = [group for group in graph.linears if not group.orthogonal]
+    kept = {group.name: _balanceable(group, current) for group in groups}
+    rest = _without_own_factors(graph, groups, kept)
+    log_scale: LogScale = {}
+    maps: Maps = {g.name: _identity(g).expand(g.shape) for g in groups}
+    sweep, step = 0, math.inf
+    while step > _STILL and sweep < _MOST_SWEEPS:
+        sweep, step = sweep + 1, 0.0
+        if scales and rest.scale_terms:
+            form = canonicalize(rest, current, certify=False)
+            current = form.state
+            for name, own in form.log_scale.items():
+                step = max(step, float(own.abs().amax()) if len(own) else 0.0)
+                log_scale[name] = log_scale[name] + own if name in log_scale else own
+        for group in groups:
+            matrices = _balancing(group, current, kept[group.name])
+            step = max(step, float((matrices - _identity(group)).abs().amax()))
+            current = linear_tensors(graph, {group.name: matrices}, current)
+            maps[group.name] = matrices @ maps[group.name]
+    lost = {name: torch.nonzero(~own).flatten() for name, own in kept.items() if not own.all()}
+    after = inner_product(graph, current, current)
+    return BalancedForm(current, log_scale, maps, before, after, sweep, step <= _STILL, lost)
+
+
+def _identity(group: LinearGroup) -> Tensor:
+    return torch.eye(group.size, dtype=torch.float64, device="cpu")
+
+
+def _triangle(group: LinearGroup, tensors: Mapping[str, Tensor], signs: Sequence[float]) -> Tensor:
+    """Triangular ``L`` of each block with ``L L^T`` the Gram matrix of its units in members of these exponents.
+
+    Returns float64 ``[blocks, size, at most size]``, on the CPU.
+    """
+    blocks = math.prod(group.blocks)
+    rows = [
+        units_first(m, tensors[m.parameter]).reshape(blocks, group.size, -1)
+        for m in group.members
+        if math.copysign(1.0, m.exponent) in signs
+    ]
+    if not rows:
+        return torch.zeros(blocks, group.size, 0, dtype=torch.float64, device="cpu")
+    return torch.linalg.qr(torch.cat(rows, -1).mT, mode="r").R.mT.to("cpu", torch.float64)
+
+
+def _balanceable(group: LinearGroup, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Whether the product of what makes and what reads the units has full rank, bool ``[blocks]``."""
+    product = _triangle(group, tensors, (-1.0,)).mT @ _triangle(group, tensors, (1.0,))
+    if min(product.shape[-2:]) < group.size:
+        return torch.zeros(len(product), dtype=torch.bool, device="cpu")
+    values = torch.linalg.svdvals(product)
+    return values[:, -1] > _LOST * values[:, 0]
+
+
+def _balancing(group: LinearGroup, tensors: Mapping[str, Tensor], kept: Tensor) -> Tensor:
+    """The symmetric matrices that balance the blocks of a group, the identity for blocks that are not kept.
+
+    With the triangles ``L`` and ``M`` of what makes and reads the units and ``M^T L = U S V^T``, the matrix
+    ``S^-1/2 U^T M^T`` balances; its polar factor is the symmetric one. Where a tensor has the units on two axes the
+    mass ``|A W A^-1|^2`` is at most ``(|A^2 W|^2 + |W A^-2|^2) / 2``, whose minimum is the square root of that matrix.
+    """
+    matrices = _identity(group).repeat(len(kept), 1, 1)
+    if bool(kept.any()):
+        made, read = (_triangle(group, tensors, (sign,))[kept] for sign in (1.0, -1.0))
+        left, values, _ = torch.linalg.svd(read.mT @ made)
+        _, stretch, right = torch.linalg.svd(values.rsqrt().unsqueeze(-1) * (left.mT @ read.mT))
+        places = {(m.parameter, m.axis) for m in group.members}
+        if len({parameter for parameter, _ in places}) < len(places):
+            stretch = stretch.sqrt()
+        matrices[kept] = right.mT @ (stretch.unsqueeze(-1) * right)
+    return matrices.reshape(group.shape)
+
+
+def _without_own_factors(
+    graph: SymmetryGraph, groups: Sequence[LinearGroup], kept: Mapping[str, Tensor]
+) -> SymmetryGraph:
+    """The graph whose scales leave out the factors of single units that matrices mix: these hold them already."""
+    own = {number for group in groups for number in _own_factors(graph, group, kept[group.name])}
+    held = torch.tensor(sorted(own), dtype=torch.long, device="cpu")
+    terms = {
+        name: tuple(replace(t, index=torch.where(torch.isin(t.index, held), -1, t.index)) for t in of_tensor)
+        for name, of_tensor in graph.scale_terms.items()
+    }
+    free = {n: ts for n, ts in terms.items() if any(bool((t.index >= 0).any()) for t in ts)}
+    return replace(graph, scale_terms=free if graph.scales else {})
+
+
+def _own_factors(graph: SymmetryGraph, group: LinearGroup, kept: Tensor) -> Iterator[int]:
+    """The numbers of the factors that single units of the kept blocks have; what a whole block shares is none."""
+    for member in group.members:
+        for term in graph.scale_terms.get(member.parameter, ()):
+            found = numbers_at(term.index, member)
+            if found is not None:
+                columns = found.reshape(len(kept), group.size, -1)[kept].mT.flatten(0, 1)
+                yield from columns[(columns != columns[:, :1]).any(1)].flatten().tolist()

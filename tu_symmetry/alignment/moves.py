@@ -1,0 +1,141 @@
+"""What moves a network in an alignment: elements of groups of all kinds together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.states import State, as_given
+from tu_symmetry.symmetry.action import Permuted, linear_tensors, scale_tensors, signed_tensors
+from tu_symmetry.symmetry.elements import LogScale, Maps, Permutation, SignedPermutation, Signs, transposition_count
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+
+@dataclass(frozen=True)
+class Move:
+    """What moves one network: first scales and balancing maps, then units and their signs, then rotations."""
+
+    log_scale: LogScale = field(default_factory=dict)
+    balance: Maps = field(default_factory=dict)
+    permutation: Permutation = field(default_factory=dict)
+    signs: Signs = field(default_factory=dict)
+    maps: Maps = field(default_factory=dict)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it does more than to change places and signs."""
+        return bool(self.log_scale or self.balance or self.maps)
+
+    @property
+    def still(self) -> bool:
+        """Whether it leaves every weight as it is."""
+        counts = self.counts()
+        return not (self.rounds or counts["transpositions"] or counts["sign_changes"])
+
+    def counts(self) -> dict[str, float]:
+        """How many units change places and signs, the largest factor or inverse of one, how many blocks are mixed."""
+        logs = [float(own.abs().max()) for own in self.log_scale.values() if len(own)]
+        mixed: dict[str, Tensor] = {}
+        for name, maps in (*self.balance.items(), *self.maps.items()):
+            same = torch.isclose(maps, torch.eye(maps.shape[-1], dtype=maps.dtype, device="cpu"), rtol=0, atol=1e-6)
+            moved = ~same.flatten(-2).all(-1).reshape(-1)
+            mixed[name] = mixed[name] | moved if name in mixed else moved
+        return {
+            "transpositions": transposition_count(self.permutation),
+            "sign_changes": sum(int((s < 0).sum()) for s in self.signs.values()),
+            "largest_factor": math.exp(max(logs, default=0.0)),
+            "mixed_blocks": sum(int(blocks.sum()) for blocks in mixed.values()),
+        }
+
+    def flat(self) -> dict[str, Tensor]:
+        """All elements in one dictionary, as they stand in a file: permutations by their groups' names alone."""
+        named = {"": self.permutation, "signs:": self.signs, "scales:": self.log_scale}
+        named |= {"balance:": self.balance, "rotations:": self.maps}
+        return {f"{kind}{name}": value.contiguous() for kind, held in named.items() for name, value in held.items()}
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Tensor]) -> Move:
+        """The move that :meth:`flat` has written."""
+        kinds: dict[str, dict[str, Tensor]] = {k: {} for k in ("scales:", "balance:", "", "signs:", "rotations:")}
+        for key, value in flat.items():
+            kind = next((k for k in kinds if k and key.startswith(k)), "")
+            kinds[kind][key.removeprefix(kind)] = value
+        return cls(*kinds.values())
+
+
+class Moves:
+    """What moved the networks of a result, by the kinds of groups."""
+
+    moves: list[Move]
+
+    @property
+    def permutations(self) -> list[Permutation]:
+        """The permutation of each network."""
+        return [move.permutation for move in self.moves]
+
+    @property
+    def signs(self) -> list[Signs]:
+        """The signs of each, after its permutation."""
+        return [move.signs for move in self.moves]
+
+    @property
+    def maps(self) -> list[Maps]:
+        """The rotations of each, after both."""
+        return [move.maps for move in self.moves]
+
+    @property
+    def log_scales(self) -> list[LogScale]:
+        """The log-factors that bring each to its least mass, before everything else."""
+        return [move.log_scale for move in self.moves]
+
+    @property
+    def balances(self) -> list[Maps]:
+        """The matrices that do so over linear maps, after the log-factors and before the permutation."""
+        return [move.balance for move in self.moves]
+
+    @property
+    def sign_changes(self) -> list[int]:
+        """Number of units that turned in each network."""
+        return [int(move.counts()["sign_changes"]) for move in self.moves]
+
+
+def move_tensors(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> State:
+    """Move any subset of a network's tensors."""
+    moved = scale_tensors(graph, move.log_scale, tensors) if move.log_scale else as_given(tensors, tensors)
+    moved = linear_tensors(graph, move.balance, moved)
+    moved = signed_tensors(graph, SignedPermutation(move.permutation, move.signs), moved)
+    return linear_tensors(graph, move.maps, moved)
+
+
+class Moved(Mapping[str, Tensor]):
+    """Tensors of a network that was moved, each when it is asked for (and read from a file, say)."""
+
+    def __init__(self, graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> None:
+        self.graph, self.move, self.tensors = graph, move, tensors
+        self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
+        self.mixing = {g.name: {a for m in g.members for a in graph.aliases[m.parameter]} for g in graph.linears}
+
+    def __getitem__(self, name: str) -> Tensor:
+        balance, maps = (
+            {group: own for group, own in held.items() if name in self.mixing[group]}
+            for held in (self.move.balance, self.move.maps)
+        )
+        move = replace(self.move, balance=balance, maps=maps)
+        return move_tensors(self.graph, move, {name: self.tensors[name]})[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+def view(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A network as a move makes it, tensor by tensor."""
+    if move.rounds or move.signs:
+        return Moved(graph, move, tensors)
+    return Permuted(graph, move.permutation, tensors)
