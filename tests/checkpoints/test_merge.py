@@ -106,6 +106,27 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(torch.equal(t, plain[n]) for n, t in tus.load_state(out).items())
 
 
+def test_networks_are_merged_over_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command, as in memory, after an interruption too; the report says what moved."""
+    words: Any = ("permutations", "scales")
+    paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
+    found = expected(3, over=words)
+    left = counted(monkeypatch, over, "weight_matching")
+    left.calls = 1
+    with pytest.raises(Killed):
+        merge(paths, out, "--over", *words)
+    left.calls = 10
+    assert merge(paths, out, "--over", *words) == 0 and left.used == 2
+    assert not all(torch.equal(t, expected(3).state[n]) for n, t in found.state.items())
+    assert all(torch.equal(t, found.state[n]) for n, t in tus.load_state(out).items())
+    report = json.loads(out.with_name("merged.report.json").read_text())
+    assert report["over"] == list(words)
+    assert report["moved"] == [pytest.approx(move.counts()) for move in found.moves]
+    assert min(moved["largest_factor"] for moved in report["moved"]) > 1
+    text = out.with_name("merged.report.md").read_text()
+    assert "| weight | NoT | factor |" in text and "factor: the largest" in text
+
+
 def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
     (tmp_path / "mine.safetensors").write_bytes(b"of another program")
