@@ -124,7 +124,7 @@ def test_networks_are_merged_over_scales(tmp_path: Path, monkeypatch: pytest.Mon
     assert report["moved"] == [pytest.approx(move.counts()) for move in found.moves]
     assert min(moved["largest_factor"] for moved in report["moved"]) > 1
     text = out.with_name("merged.report.md").read_text()
-    assert "| weight | NoT | factor |" in text and "factor: the largest" in text
+    assert "| weight | NoT | signs, largest factor, mixed blocks |" in text
 
 
 def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import Similarity, activation_matching
-from tu_symmetry.alignment.consensus import Match, Reference
+from tu_symmetry.alignment.consensus import Reference, find_target
 from tu_symmetry.alignment.matching import Solver, weight_distance
 from tu_symmetry.alignment.moves import Move, Moves, move_tensors
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.over import Over, check_over, find_plan
+from tu_symmetry.alignment.over import Match, Over, check_over
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import as_given, mean_state, read_state, unstack
@@ -133,10 +133,10 @@ def align(
     if given:
         graph.check_state(cast("Mapping[str, Tensor]", reference), name="reference")
     to = cast("Reference | Mapping[str, Tensor]", reference)
-    plan = find_plan(graph, StateSource(members), to, over, match=match, solver=solver)
-    moves = [plan.move(k, member) for k, member in enumerate(members)]
+    target = find_target(graph, StateSource(members), to, over, match=match, solver=solver)
+    moves = [target.move(k, member) for k, member in enumerate(members)]
     aligned = [move_tensors(graph, move, member) for move, member in zip(moves, members, strict=True)]
-    anchor = mean_state(aligned) if reference in ("mean", "universe") else plan.target.state
+    anchor = mean_state(aligned) if reference in ("mean", "universe") else target.state
     certificates, uncertified = certified(
         measured(graph, members[k], aligned[k], f"align: states[{k}]", wanted=certify, rounded=moves[k].rounds)
         for k in range(len(members))
@@ -150,11 +150,11 @@ def align(
         transpositions=[transposition_count(move.permutation) for move in moves],
         distances_before=[
             weight_distance(graph, anchor, move_tensors(graph, scales, member))
-            for scales, member in zip(plan.scales, members, strict=True)
+            for scales, member in zip(target.scales, members, strict=True)
         ],
         distances_after=[weight_distance(graph, anchor, a) for a in aligned],
-        reference=plan.target.index,
-        iterations=1 + plan.target.sweeps,
+        reference=target.index,
+        iterations=1 + target.sweeps,
         certificates=certificates,
         uncertified=uncertified,
     )

@@ -1,27 +1,25 @@
 """Least mass over positive scales and linear maps: the form in which networks are compared by their weights.
 
-A matrix ``A`` that units may be mixed by takes what makes them to ``A W`` and what reads them to ``A^-T V``. The sum of
-squares ``|A W|^2 + |A^-T V|^2`` is least where both have the same Gram matrix between the units. What then is left of
-the matrices is orthogonal, as what is left of positive scales is nothing; and neither permutations nor signs nor
-rotations change a mass. So networks that differ by all of these differ by the latter alone once both are balanced.
+A matrix ``A`` takes what makes units to ``A W`` and what reads them to ``A^-T V``. The mass ``|A W|^2 + |A^-T V|^2`` is
+least where both have the same Gram matrix between the units, which leaves orthogonal matrices alone. Neither these nor
+permutations and signs change a mass, so that balanced networks differ by nothing else if they compute the same so.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.gram import units_first
 from tu_symmetry.alignment.matching import inner_product
-from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.scaling.canonical import canonicalize
-from tu_symmetry.states import State, as_given
+from tu_symmetry.scaling.canonical import CanonicalForm, canonicalize
+from tu_symmetry.states import as_given
 from tu_symmetry.symmetry.action import linear_tensors, scale_tensors
-from tu_symmetry.symmetry.certificate import Certificate, measured
+from tu_symmetry.symmetry.certificate import measured
 from tu_symmetry.symmetry.elements import LogScale, Maps
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import LinearGroup, numbers_at
@@ -32,32 +30,21 @@ _LOST = 1e-9  # singular values of the product of what makes and what reads unit
 
 
 @dataclass(frozen=True, repr=False)
-class BalancedForm(Brief):
+class BalancedForm(CanonicalForm):
     """A network of least mass over its positive scales and general linear maps.
 
+    What it has of :class:`~tu_symmetry.scaling.CanonicalForm` means the same, with sweeps over all groups as
+    ``iterations``; its log-factors act first, and are zero for units that a matrix mixes.
+
     Attributes:
-        state: the balanced state dict; computes the same function.
-        log_scale: natural-log factors, which act first. Units that a matrix mixes have none.
         maps: symmetric matrices that act then, for each general linear group.
-        mass_before, mass_after: squared L2 norm of the parameters as given, and balanced.
-        sweeps: how often all groups were balanced, one after the other.
         converged: whether the last sweep moved nothing.
         degenerate: group name to the numbers of the blocks that stay as they are, because what makes the units or what
             reads them has a rank below their number, and their mass could be mixed away in part.
-        certificate: the change of the outputs, see :func:`~tu_symmetry.certify`; None where nothing was measured.
-        uncertified: why nothing was measured; empty where something was.
     """
 
-    state: State
-    log_scale: LogScale
-    maps: Maps
-    mass_before: float
-    mass_after: float
-    sweeps: int
-    converged: bool
-    degenerate: dict[str, Tensor]
-    certificate: Certificate | None = None
-    uncertified: str = ""
+    maps: Maps = field(default_factory=dict)
+    converged: bool = True
 
 
 def balanced(graph: SymmetryGraph, state: Mapping[str, Tensor], *, certify: bool = True) -> BalancedForm:
@@ -113,10 +100,8 @@ def canonical_linear(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Maps:
     for group in graph.linears:
         left, _, _ = torch.linalg.svd(_triangle(group, found.state, (1.0, -1.0) if group.orthogonal else (1.0,)))
         rotation = left.mT.clone()
-        rotation[found.degenerate.get(group.name, [])] = torch.eye(group.size).to(rotation)
-        maps[group.name] = rotation.reshape(group.shape) @ found.maps.get(
-            group.name, torch.eye(group.size).to(rotation)
-        )
+        rotation[found.degenerate.get(group.name, [])] = _identity(group)
+        maps[group.name] = rotation.reshape(group.shape) @ found.maps.get(group.name, _identity(group))
     return maps
 
 
@@ -131,7 +116,7 @@ def _least_mass(graph: SymmetryGraph, state: Mapping[str, Tensor], *, scales: bo
     current = as_given(state, {n: t.double() if t.is_floating_point() else t for n, t in state.items()})
     before = inner_product(graph, current, current)
     groups = [group for group in graph.linears if not group.orthogonal]
-    kept = {group.name: _balanceable(group, current) for group in groups}
+    kept = {group.name: _balancing(group, current)[1] for group in groups}
     rest = _without_own_factors(graph, groups, kept)
     log_scale: LogScale = {}
     maps: Maps = {g.name: _identity(g).expand(g.shape) for g in groups}
@@ -145,13 +130,13 @@ def _least_mass(graph: SymmetryGraph, state: Mapping[str, Tensor], *, scales: bo
                 step = max(step, float(own.abs().amax()) if len(own) else 0.0)
                 log_scale[name] = log_scale[name] + own if name in log_scale else own
         for group in groups:
-            matrices = _balancing(group, current, kept[group.name])
+            matrices, _ = _balancing(group, current)
             step = max(step, float((matrices - _identity(group)).abs().amax()))
             current = linear_tensors(graph, {group.name: matrices}, current)
             maps[group.name] = matrices @ maps[group.name]
     lost = {name: torch.nonzero(~own).flatten() for name, own in kept.items() if not own.all()}
-    after = inner_product(graph, current, current)
-    return BalancedForm(current, log_scale, maps, before, after, sweep, step <= _STILL, lost)
+    masses, still = (before, inner_product(graph, current, current)), step <= _STILL
+    return BalancedForm(current, log_scale, *masses, math.nan, sweep, lost, maps=maps, converged=still)
 
 
 def _identity(group: LinearGroup) -> Tensor:
@@ -174,32 +159,25 @@ def _triangle(group: LinearGroup, tensors: Mapping[str, Tensor], signs: Sequence
     return torch.linalg.qr(torch.cat(rows, -1).mT, mode="r").R.mT.to("cpu", torch.float64)
 
 
-def _balanceable(group: LinearGroup, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Whether the product of what makes and what reads the units has full rank, bool ``[blocks]``."""
-    product = _triangle(group, tensors, (-1.0,)).mT @ _triangle(group, tensors, (1.0,))
-    if min(product.shape[-2:]) < group.size:
-        return torch.zeros(len(product), dtype=torch.bool, device="cpu")
-    values = torch.linalg.svdvals(product)
-    return values[:, -1] > _LOST * values[:, 0]
-
-
-def _balancing(group: LinearGroup, tensors: Mapping[str, Tensor], kept: Tensor) -> Tensor:
-    """The symmetric matrices that balance the blocks of a group, the identity for blocks that are not kept.
+def _balancing(group: LinearGroup, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The symmetric matrices that balance the blocks of a group, and bool ``[blocks]``: whether their rank allows it.
 
     With the triangles ``L`` and ``M`` of what makes and reads the units and ``M^T L = U S V^T``, the matrix
     ``S^-1/2 U^T M^T`` balances; its polar factor is the symmetric one. Where a tensor has the units on two axes the
     mass ``|A W A^-1|^2`` is at most ``(|A^2 W|^2 + |W A^-2|^2) / 2``, whose minimum is the square root of that matrix.
     """
-    matrices = _identity(group).repeat(len(kept), 1, 1)
-    if bool(kept.any()):
-        made, read = (_triangle(group, tensors, (sign,))[kept] for sign in (1.0, -1.0))
+    made, read = (_triangle(group, tensors, (sign,)) for sign in (1.0, -1.0))
+    matrices, kept = _identity(group).repeat(len(made), 1, 1), torch.zeros(len(made), dtype=torch.bool, device="cpu")
+    if made.shape == read.shape == matrices.shape:
         left, values, _ = torch.linalg.svd(read.mT @ made)
-        _, stretch, right = torch.linalg.svd(values.rsqrt().unsqueeze(-1) * (left.mT @ read.mT))
+        kept = values[:, -1] > _LOST * values[:, 0]
+        balance = values[kept].rsqrt().unsqueeze(-1) * (left[kept].mT @ read[kept].mT)
+        _, stretch, right = torch.linalg.svd(balance)
         places = {(m.parameter, m.axis) for m in group.members}
         if len({parameter for parameter, _ in places}) < len(places):
             stretch = stretch.sqrt()
         matrices[kept] = right.mT @ (stretch.unsqueeze(-1) * right)
-    return matrices.reshape(group.shape)
+    return matrices.reshape(group.shape), kept
 
 
 def _without_own_factors(

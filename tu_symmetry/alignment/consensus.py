@@ -7,14 +7,16 @@ no distance: the one is chosen that leaves the first network as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.alignment.matching import Matching, inner_product, weight_matching
+from tu_symmetry.alignment.matching import Matching, Solver, inner_product
+from tu_symmetry.alignment.moves import Move, move_tensors
+from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.over import Descend, Match, Over, least_mass, matchers
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import compose_signed, invert_signed, linear_tensors, signed_tensors
 from tu_symmetry.symmetry.elements import Maps, SignedPermutation, identity_element
@@ -22,8 +24,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
 Found = tuple[SignedPermutation, Maps]  # what moves a network: units and signs, and then rotations
-Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
-Descend = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], SignedPermutation], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
 _MOST_SWEEPS = 20  # of a universe
 _LEAST_GAIN = 1e-6  # of a rotation in a sweep, relative to what it maximizes
@@ -37,18 +37,26 @@ class Target:
     Attributes:
         index: its number, if it is one of the networks.
         sweeps: of a universe, and whether the last one moved nothing.
+        scales: what brings each network to its least mass before it is matched.
     """
 
+    graph: SymmetryGraph
     state: Mapping[str, Tensor]
     match: Match
     known: Mapping[int, Found] = field(default_factory=dict)
     index: int | None = None
     sweeps: int = 0
     converged: bool = True
+    scales: Sequence[Move] = ()
 
-    def found(self, k: int, state: Mapping[str, Tensor]) -> Found:
-        """The permutation of the network ``k``, and its signs and rotations where these were matched."""
-        return self.known[k] if k in self.known else _found(self.match(self.state, state))
+    def move(self, k: int, state: Mapping[str, Tensor]) -> Move:
+        """What moves the network ``k``, which is given again as it was."""
+        move = self.scales[k]
+        if k in self.known:
+            element, maps = self.known[k]
+        else:
+            element, maps = _found(self.match(self.state, move_tensors(self.graph, move, state)))
+        return replace(move, permutation=element.permutation, signs=element.signs, maps=maps)
 
 
 def _found(matching: Matching) -> Found:
@@ -57,32 +65,33 @@ def _found(matching: Matching) -> Found:
 
 def find_target(
     graph: SymmetryGraph,
-    networks: Sequence[State],
+    networks: StateSource,
     reference: Reference | Mapping[str, Tensor],
-    match: Match | None = None,
+    over: Sequence[Over] = ("permutations",),
     *,
-    descend: Descend | None = None,
-    rotations: bool = False,
+    match: Match | None = None,
+    solver: Solver = "frank_wolfe",
     progress: Progress = lambda at: None,
 ) -> Target:
-    """Find what networks are aligned to, by their weights if nothing else is said; they are read two at a time.
-
-    ``match`` and ``descend`` match a network to a state, the latter from an element that is given; whether they rotate
-    units, ``rotations`` tells.
-    """
-    match = match or partial(weight_matching, graph)
-
-    def by_permutations(target: Mapping[str, Tensor], state: Mapping[str, Tensor], init: SignedPermutation) -> Matching:
-        return weight_matching(graph, target, state, solver="descent", look_again=False, init=init.permutation)
-
+    """Find what networks, which are read two at a time, are aligned to; without a ``match`` by their weights."""
+    by_weights, descend = matchers(graph, over, solver)
+    match = match or by_weights
+    scales = [Move()] * len(networks)
+    if "scales" in over:
+        for k in range(len(networks)):
+            scales[k] = least_mass(graph, read(graph, networks, k), over)
+            progress({"step": "finding least masses", "done": k + 1, "total": len(networks)})
+        networks = networks.moved(graph, scales)
     if not isinstance(reference, str):
-        return Target(reference, match)
-    if reference == "first":
-        return Target(networks[0], match, {0: (identity_element(graph), {})}, 0)
-    if reference == "medoid":
-        return _medoid(graph, networks, match, progress)
-    sweeps = _MOST_SWEEPS if reference == "universe" else 0
-    return _consensus(graph, networks, match, descend or by_permutations, sweeps, rotations, progress)
+        target = Target(graph, move_tensors(graph, least_mass(graph, reference, over), reference), match)
+    elif reference == "first":
+        target = Target(graph, networks[0], match, {0: (identity_element(graph), {})}, 0)
+    elif reference == "medoid":
+        target = _medoid(graph, networks, match, progress)
+    else:
+        sweeps = _MOST_SWEEPS if reference == "universe" else 0
+        target = _consensus(graph, networks, match, descend, sweeps, "rotations" in over, progress)
+    return replace(target, scales=scales)
 
 
 def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
@@ -107,7 +116,7 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
     known: dict[int, Found] = {j: _found(m) for (i, j), m in found.items() if i == best}
-    return Target(networks[best], match, known | {best: (identity_element(graph), {})}, best)
+    return Target(graph, networks[best], match, known | {best: (identity_element(graph), {})}, best)
 
 
 def _consensus(
@@ -189,6 +198,7 @@ def _consensus(
     back = invert_signed(graph, held[0][0])
     mean = signed_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
     return Target(
+        graph,
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         match,
         {k: (compose_signed(graph, back, element), maps) for k, (element, maps) in enumerate(held)},

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
-from tu_symmetry.alignment.consensus import Progress, read
+from tu_symmetry.alignment.consensus import Progress, find_target, read
 from tu_symmetry.alignment.moves import Move, Moves, move_tensors
 from tu_symmetry.alignment.networks import Network, Networks, StateSource
-from tu_symmetry.alignment.over import Over, check_over, find_plan
+from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
@@ -283,13 +283,13 @@ def _align(
         else:
             anchor = read_state(reference, "reference")
         graph.check_state(anchor, name="reference")
-    plan = find_plan(graph, networks, anchor, over)
+    target = find_target(graph, networks, anchor, over)
     moves: list[Move] = []
     certificates: list[tuple[Certificate | None, str]] = []
     for k in range(len(networks)):
         state = read(graph, networks, k)
         if f"move/{k}" not in kept:
-            kept[f"move/{k}"] = plan.move(k, state).flat()
+            kept[f"move/{k}"] = target.move(k, state).flat()
         moves.append(Move.of(kept[f"move/{k}"]))
         if reference != "first" or k or moves[k].rounds:
             moved = move_tensors(graph, moves[k], state)

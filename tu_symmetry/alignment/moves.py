@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -33,11 +33,10 @@ class Move:
     @property
     def still(self) -> bool:
         """Whether it leaves every weight as it is."""
-        counts = self.counts()
-        return not (self.rounds or counts["transpositions"] or counts["sign_changes"])
+        return not (self.rounds or transposition_count(self.permutation) or self.counts()["sign_changes"])
 
     def counts(self) -> dict[str, float]:
-        """How many units change places and signs, the largest factor or inverse of one, how many blocks are mixed."""
+        """How many units change their signs, the largest factor or inverse of one, how many blocks are mixed."""
         logs = [float(own.abs().max()) for own in self.log_scale.values() if len(own)]
         mixed: dict[str, Tensor] = {}
         for name, maps in (*self.balance.items(), *self.maps.items()):
@@ -45,26 +44,24 @@ class Move:
             moved = ~same.flatten(-2).all(-1).reshape(-1)
             mixed[name] = mixed[name] | moved if name in mixed else moved
         return {
-            "transpositions": transposition_count(self.permutation),
-            "sign_changes": sum(int((s < 0).sum()) for s in self.signs.values()),
             "largest_factor": math.exp(max(logs, default=0.0)),
             "mixed_blocks": sum(int(blocks.sum()) for blocks in mixed.values()),
+            "sign_changes": sum(int((s < 0).sum()) for s in self.signs.values()),
         }
 
     def flat(self) -> dict[str, Tensor]:
         """All elements in one dictionary, as they stand in a file: permutations by their groups' names alone."""
-        named = {"": self.permutation, "signs:": self.signs, "scales:": self.log_scale}
-        named |= {"balance:": self.balance, "rotations:": self.maps}
-        return {f"{kind}{name}": value.contiguous() for kind, held in named.items() for name, value in held.items()}
+        kinds = {"" if kind == "permutation" else f"{kind}:": held for kind, held in vars(self).items()}
+        return {f"{kind}{name}": value.contiguous() for kind, held in kinds.items() for name, value in held.items()}
 
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> Move:
         """The move that :meth:`flat` has written."""
-        kinds: dict[str, dict[str, Tensor]] = {k: {} for k in ("scales:", "balance:", "", "signs:", "rotations:")}
+        held: dict[str, dict[str, Tensor]] = {f.name: {} for f in fields(cls)}
         for key, value in flat.items():
-            kind = next((k for k in kinds if k and key.startswith(k)), "")
-            kinds[kind][key.removeprefix(kind)] = value
-        return cls(*kinds.values())
+            kind = next((kind for kind in held if key.startswith(f"{kind}:")), "permutation")
+            held[kind][key.removeprefix(f"{kind}:")] = value
+        return cls(**held)
 
 
 class Moves:

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tu_symmetry.alignment.consensus import Reference
+from tu_symmetry.alignment.consensus import Reference, Target, find_target
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.moves import move_tensors
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.over import Over, Plan, check_over, find_plan
+from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.checkpoints.files import (
     FORMAT,
     MEAN,
@@ -29,7 +29,7 @@ from tu_symmetry.checkpoints.files import (
     Track,
     check_checkpoints,
     load_checkpoint,
-    moved_by,
+    moved_text,
     output_names,
     owned_header,
     refuse_foreign,
@@ -41,28 +41,20 @@ from tu_symmetry.checkpoints.files import (
 from tu_symmetry.files import FileError, check_file, clear_scratch, lock_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.certificate import measured
-from tu_symmetry.symmetry.elements import identity_permutation
+from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 REPORT, REPORT_DATA = "report.md", "report.json"
 _MARKS = {REPORT: "<!-- tu_symmetry.aligned -->", REPORT_DATA: f'"format": "{FORMAT}"'}
-_FIGURES = (
-    "transpositions",
-    *(figure for figure, _, _ in MOVED.values()),
-    "distance_before",
-    "distance_after",
-    "output_change",
-    "output_change_allowed",
-)
+_FIGURES = ("transpositions", "moved", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
 @dataclass(frozen=True)
 class Aligned:
     """One checkpoint of a report.
 
-    The aligned weights and the permutation are names of files. What moved the network: the number of transpositions, of
-    units that turned their signs, the largest positive factor or inverse of one, and the number of blocks of units that
-    matrices mixed. Distances are L2 distances of the parameters to the reference's (over scales those between both at
+    The aligned weights and the permutation are names of files. ``moved`` is what else moved the network (see
+    :meth:`.Move.counts`). Distances are L2 distances of the parameters to the reference's (over scales between both at
     their least mass), ``output_change`` the relative change of the network's outputs on the example input (None if it
     was not measured), ``output_change_allowed`` what rounding explains of it.
     """
@@ -72,9 +64,7 @@ class Aligned:
     aligned: str
     permutation: str
     transpositions: int
-    sign_changes: int
-    largest_factor: float
-    mixed_blocks: int
+    moved: dict[str, float]
     distance_before: float
     distance_after: float
     output_change: float | None = None
@@ -104,12 +94,12 @@ class FileAlignment:
     def grid(self, limit: int | None = None) -> Grid:
         """The table of distances and NoT, of at most so many rows; paths are relative to the folder of all."""
         shared = os.path.commonpath([Path(os.path.abspath(f.source)).parent for f in self.files])
-        moved = moved_by(self.over)
+        others = [MOVED] if len(self.over) > 1 else []
         rows = [
             [
                 os.path.relpath(f.source, shared),
                 str(f.transpositions),
-                *(f"{getattr(f, figure):.6g}" for figure, _, _ in moved),
+                *(moved_text(f.moved) for _ in others),
                 f"{f.distance_before:.4f}",
                 f"{f.distance_after:.4f}",
                 "not measured" if f.output_change is None else f"{f.output_change:.0e}" if f.output_change else "none",
@@ -117,7 +107,7 @@ class FileAlignment:
             for f in self.files[:limit]
         ]
         if len(rows) < len(self.files):
-            rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", *[""] * (4 + len(moved))])
+            rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", *[""] * (4 + len(others))])
         target, caption = os.path.relpath(self.reference, shared), ""
         if self.mode == "mean":
             target = "the mean of those before each"
@@ -125,14 +115,7 @@ class FileAlignment:
             end = "the last one moved nothing" if self.converged else "the last one still moved units"
             target, caption = "the mean of all", f"sweeps: {self.sweeps}; {end}"
         count = "1 checkpoint" if len(self.files) == 1 else f"{len(self.files)} checkpoints"
-        header = [
-            "checkpoint",
-            "NoT",
-            *(title for _, title, _ in moved),
-            "distance before",
-            "distance after",
-            "output change",
-        ]
+        header = ["checkpoint", "NoT", *others, "distance before", "distance after", "output change"]
         return Grid(f"{count} of {self.architecture} aligned to {target}", header, rows, caption)
 
 
@@ -169,17 +152,17 @@ def align_files(
     with lock_folder(out):
         clear_scratch(out, of={path.name for path in (*tensors, *texts)})
         with track("finding what to align to", len(files)) as tracker:
-            plan = find_plan(
+            target = find_target(
                 graph,
                 StateSource(list(checkpoints), prefix=prefix),
                 given,
                 over,
                 progress=lambda at: tracker.update(at["done"], what=at["step"]),
             )
-        path = reference if isinstance(reference, Path) else files[plan.target.index or 0].path
+        path = reference if isinstance(reference, Path) else files[target.index or 0].path
         if averaged:
             path = out / MEAN
-            write_owned(path, plan.target.state, {"mean_of": len(files)})
+            write_owned(path, target.state, {"mean_of": len(files)})
         header: dict[str, Any] = {
             "architecture": graph.architecture,
             "mode": mode if averaged else "file",
@@ -193,7 +176,7 @@ def align_files(
             for k, file in enumerate(files):
                 found = _done_before(out, file, header)
                 skipped += found is not None
-                results.append(found or _align(plan, file, k, out, header))
+                results.append(found or _align(target, file, k, out, header))
                 tracker.update(k + 1, file=file.path.name)
         alignment = FileAlignment(
             architecture=graph.architecture,
@@ -201,8 +184,8 @@ def align_files(
             over=over,
             reference=MEAN if averaged else str(path),
             reference_sha256=header["reference_sha256"],
-            sweeps=plan.target.sweeps,
-            converged=plan.target.converged,
+            sweeps=target.sweeps,
+            converged=target.converged,
             prefix=prefix,
             files=tuple(results),
             skipped=skipped,
@@ -216,17 +199,18 @@ def _aligned(file: Checkpoint, figures: Mapping[str, Any]) -> Aligned:
     return Aligned(str(file.path), file.sha256, *names, **{name: figures[name] for name in _FIGURES})
 
 
-def _align(plan: Plan, file: Checkpoint, k: int, out: Path, header: Mapping[str, Any]) -> Aligned:
+def _align(target: Target, file: Checkpoint, k: int, out: Path, header: Mapping[str, Any]) -> Aligned:
     """Write the moved network, whose outputs are compared, and what moved it."""
-    graph, reference = plan.graph, plan.target.state
+    graph, reference = target.graph, target.state
     state = load_checkpoint(graph, file.path, header["prefix"])
     is_reference = file.sha256 == header["reference_sha256"]
-    move = replace(plan.scales[k], permutation=identity_permutation(graph)) if is_reference else plan.move(k, state)
+    move = replace(target.scales[k], permutation=identity_permutation(graph)) if is_reference else target.move(k, state)
     moved = move_tensors(graph, move, state)
     certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=move.rounds)
     figures = {
-        **move.counts(),
-        "distance_before": weight_distance(graph, reference, move_tensors(graph, plan.scales[k], state)),
+        "transpositions": transposition_count(move.permutation),
+        "moved": move.counts(),
+        "distance_before": weight_distance(graph, reference, move_tensors(graph, target.scales[k], state)),
         "distance_after": weight_distance(graph, reference, moved),
         "output_change": None if certificate is None else certificate.change,
         "output_change_allowed": None if certificate is None else certificate.allowed,
@@ -264,11 +248,11 @@ def _write_reports(out: Path, alignment: FileAlignment) -> None:
             f"size (rounding explains {allowed:.0e})."
         )
     grid = alignment.grid()
-    said = "".join(f"; {meaning}" for _, _, meaning in moved_by(alignment.over))
+    said = " of networks at their least mass" if "scales" in alignment.over else ""
     parts = [
         _MARKS[REPORT],
         f"# {grid.title}",
         grid.markdown(),
-        f"L2 distances between parameters; NoT is the number of transpositions{said}. {certified}",
+        f"L2 distances between parameters{said}; NoT is the number of transpositions. {certified}",
     ]
     write_text(out / REPORT, "\n\n".join(part.strip("\n") for part in parts) + "\n")

@@ -29,12 +29,7 @@ FORMAT = "tu_symmetry.aligned"
 VERSION = 5
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
-_LEAST = "; distances are those between networks at their least mass"
-MOVED = {  # by the words of over=: what is told of it, its title, and what that means
-    "signs": ("sign_changes", "signs", "signs: units that turn theirs"),
-    "scales": ("largest_factor", "factor", f"factor: the largest, or the inverse of the smallest{_LEAST}"),
-    "rotations": ("mixed_blocks", "mixed", "mixed: blocks of units that matrices mix"),
-}
+MOVED = "signs, largest factor, mixed blocks"  # the title of what moved_text tells
 
 
 @dataclass(frozen=True)
@@ -71,22 +66,21 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
 
 def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) -> SymmetryGraph:
     """What alignment uses of a graph, verified; the rest is left out, which large networks take long to verify."""
-    alone = graph
-    if "scales" not in over:
-        alone = replace(alone, scales=(), normalizations=(), scale_terms={})
-    if "signs" not in over:
-        alone = replace(alone, signs=(), sign_terms={})
-    if "rotations" not in over:
-        alone = replace(alone, linears=())
+    parts: dict[str, dict[str, Any]] = {
+        "signs": {"signs": (), "sign_terms": {}},
+        "scales": {"scales": (), "normalizations": (), "scale_terms": {}},
+        "rotations": {"linears": ()},
+    }
+    alone = replace(graph, **{k: v for word, part in parts.items() if word not in over for k, v in part.items()})
     with track(f"verifying the {' and '.join(', '.join(over).rsplit(', ', 1))} in float64", 1) as tracker:
         alone.require_verified()
         tracker.update(1)
     return alone
 
 
-def moved_by(over: Sequence[Over]) -> list[tuple[str, str, str]]:
-    """What reports tell of the symmetries that networks were moved over, beside permutations: see ``MOVED``."""
-    return [told for word, told in MOVED.items() if word in over]
+def moved_text(moved: Mapping[str, float]) -> str:
+    """What else than permutations moved a network, in a cell of a table."""
+    return f"{moved['sign_changes']}, {moved['largest_factor']:.3g}, {moved['mixed_blocks']}"
 
 
 def output_names(checkpoints: Sequence[Path]) -> list[str]:

@@ -22,11 +22,12 @@ from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.data import CROSS_ENTROPY, Data, check_loss
 from tu_symmetry.checkpoints.files import (
+    MOVED,
     Checkpoint,
     Track,
     check_checkpoints,
     load_checkpoint,
-    moved_by,
+    moved_text,
     owned_header,
     refuse_foreign,
     sha256,
@@ -223,21 +224,20 @@ def _check_precision(model: nn.Module, state: State, path: Path) -> None:
 def merge_grid(merged: Merged, names: Sequence[Path], model: str) -> Grid:
     """A row for each network and for each step: weight, NoT, scores; the caption says of what network."""
     keys = list(merged.members[0]) if merged.members else []
-    moved = moved_by(merged.over)
-    header = ["", "weight", "NoT", *(title for _, title, _ in moved), *keys, *(["barrier"] if keys else [])]
+    others = [MOVED] if len(merged.over) > 1 else []
+    header = ["", "weight", "NoT", *others, *keys, *(["barrier"] if keys else [])]
     rows = []
     for k, name in enumerate(names):
         scores = [f"{merged.members[k][key]:.4f}" for key in keys] + [""] * bool(keys)
-        counts = merged.moves[k].counts()
-        figures = [str(merged.transpositions[k]), *(f"{counts[figure]:.6g}" for figure, _, _ in moved)]
-        rows.append([str(name), f"{merged.weights[k]:.3g}", *figures, *scores])
-    blank = [""] * (2 + len(moved))
+        moved = [moved_text(merged.moves[k].counts()) for _ in others]
+        rows.append([str(name), f"{merged.weights[k]:.3g}", str(merged.transpositions[k]), *moved, *scores])
+    blank = ["", "", *("" for _ in others)]
     if merged.ensemble:
         rows.append(["ensemble of all", *blank, *(f"{merged.ensemble[key]:.4f}" for key in keys), ""])
     for step, found in merged.scores.items():
         scores = [f"{found[key]:.4f}" for key in keys]
         rows.append([STEPS[step], *blank, *scores, f"{merged.barriers[step]:.4f}"])
-    said = "; ".join([f"{model}, correction: {merged.correction}", *(meaning for _, _, meaning in moved)])
+    said = f"{model}, correction: {merged.correction}"
     if keys:
         said += f"; barrier: by how much the loss exceeds the weighted mean of the networks' own; {merged.verdict}"
     return Grid("Merged network", header, rows, said)
