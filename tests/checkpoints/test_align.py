@@ -126,7 +126,7 @@ class Encoder(nn.TransformerEncoderLayer):
         super().__init__(12, 3, 10, dropout=0.0, activation="relu", batch_first=True)
 
 
-@pytest.mark.parametrize("reference", MODES)
+@pytest.mark.parametrize("reference", [*MODES, "medoid", "mean"])
 def test_files_are_aligned_over_all_symmetries(
     reference: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

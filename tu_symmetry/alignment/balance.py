@@ -16,9 +16,10 @@ from torch import Tensor
 
 from tu_symmetry.alignment.gram import units_first
 from tu_symmetry.alignment.matching import inner_product
+from tu_symmetry.alignment.moves import Move, move_tensors
 from tu_symmetry.scaling.canonical import CanonicalForm, canonicalize
 from tu_symmetry.states import as_given
-from tu_symmetry.symmetry.action import linear_tensors, scale_tensors
+from tu_symmetry.symmetry.action import linear_tensors
 from tu_symmetry.symmetry.certificate import measured
 from tu_symmetry.symmetry.elements import LogScale, Maps
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -68,7 +69,7 @@ def balanced(graph: SymmetryGraph, state: Mapping[str, Tensor], *, certify: bool
     """
     _check(graph, state, "balanced")
     found = _least_mass(graph, state, scales=True)
-    form = replace(found, state=linear_tensors(graph, found.maps, scale_tensors(graph, found.log_scale, state)))
+    form = replace(found, state=move_tensors(graph, Move(found.log_scale, found.maps), state))
     told = measured(graph, state, form.state, "the balanced form", wanted=certify)
     return replace(form, certificate=told[0], uncertified=told[1])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.states import State, as_given
-from tu_symmetry.symmetry.action import Permuted, linear_tensors, scale_tensors, signed_tensors
+from tu_symmetry.symmetry.action import Permuted, linear_tensors, require_range, scale_tensors, signed_tensors
 from tu_symmetry.symmetry.elements import LogScale, Maps, Permutation, SignedPermutation, Signs, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -101,11 +101,14 @@ class Moves:
 
 
 def move_tensors(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> State:
-    """Move any subset of a network's tensors."""
-    moved = scale_tensors(graph, move.log_scale, tensors) if move.log_scale else as_given(tensors, tensors)
-    moved = linear_tensors(graph, move.balance, moved)
+    """Move any subset of a network's tensors, which are rounded once to their own dtypes."""
+    mixes = bool(move.balance or move.maps)
+    require_range(graph, move.log_scale, tensors)
+    moved = {n: t.double() if mixes and t.is_floating_point() else t for n, t in tensors.items()}
+    moved = linear_tensors(graph, move.balance, scale_tensors(graph, move.log_scale, moved))
     moved = signed_tensors(graph, SignedPermutation(move.permutation, move.signs), moved)
-    return linear_tensors(graph, move.maps, moved)
+    moved = linear_tensors(graph, move.maps, moved)
+    return as_given(tensors, {n: t.to(tensors[n].dtype) for n, t in moved.items()})
 
 
 class Moved(Mapping[str, Tensor]):

@@ -38,7 +38,8 @@ def rotation_matching(
     It maximizes ``sum_T <reference_T, moved_T>`` over all parameters, from what :func:`~tu_symmetry.weight_matching`
     (or, with ``signs``, :func:`~tu_symmetry.alignment.signed_matching`) finds: over blocks of rotated units as wholes,
     over rotations by orthogonal Procrustes (Schonemann 1966), in closed form, and over all other groups, until nothing
-    gains. General linear groups are searched for orthogonal matrices only, which keep the norms of weights.
+    gains. General linear groups are searched for orthogonal matrices only, which keep the norms of weights, and are all
+    that is left of these groups between two networks of least mass (:func:`~tu_symmetry.alignment.balanced`).
 
     Law: the result is no farther from the reference than what it begins with (up to 1e-7 of the weights' squared
     norms). In networks whose stream itself may be rotated it ends in an optimum that depends on the start.

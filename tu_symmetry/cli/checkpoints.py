@@ -130,7 +130,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         )
         alignment.grid(limit=50).print(display.console)
         before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
-        mean = " and their mean" if reference == "universe" else ""
+        mean = " and their mean" if reference in ("mean", "universe") else ""
         print(f"{len(alignment.files)} aligned files{before}{mean} in {arguments.out}")
         return 0
 
@@ -224,7 +224,7 @@ def _reference(source: str) -> Any:
     from tu_symmetry.checkpoints.files import find_checkpoints
     from tu_symmetry.files import FileError
 
-    if source in ("first", "universe"):
+    if source in ("first", "medoid", "mean", "universe"):
         return source
     found = find_checkpoints([source])
     if len(found) > 1:
