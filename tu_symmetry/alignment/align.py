@@ -31,8 +31,7 @@ States = TypeVar("States", bound="Mapping[str, Tensor] | Sequence[Mapping[str, T
 class Alignment(Moves, Brief, Generic[States]):
     """Networks in one basin.
 
-    What moved each network stands in the order in which it acts: ``log_scales``, ``balances``, ``permutations``,
-    ``signs``, ``maps``; of what was not asked for there are empty dictionaries.
+    ``log_scales``, ``balances``, ``permutations``, ``signs`` and ``maps`` moved each network, in this order.
 
     Attributes:
         states: the moved networks, in the form in which they were given (a list, or a stack).

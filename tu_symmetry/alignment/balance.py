@@ -67,7 +67,6 @@ def balanced(graph: SymmetryGraph, state: Mapping[str, Tensor], *, certify: bool
         SymmetryError: as :func:`~tu_symmetry.canonicalize`.
         ValueError: a stack of states.
     """
-    _check(graph, state, "balanced")
     found = _least_mass(graph, state, scales=True)
     form = replace(found, state=move_tensors(graph, Move(found.log_scale, found.maps), state))
     told = measured(graph, state, form.state, "the balanced form", wanted=certify)
@@ -95,7 +94,6 @@ def canonical_linear(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Maps:
         SymmetryError: a state of another architecture, NaN or infinite weights.
         ValueError: a stack of states.
     """
-    _check(graph, state, "canonical_linear")
     found = _least_mass(graph, state, scales=False)
     maps: Maps = {}
     for group in graph.linears:
@@ -106,14 +104,11 @@ def canonical_linear(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Maps:
     return maps
 
 
-def _check(graph: SymmetryGraph, state: Mapping[str, Tensor], name: str) -> None:
-    graph.require_verified()
-    if graph.check_state(state):
-        raise ValueError(f"{name} takes one state, this is a stack: call it for each of its networks")
-
-
 def _least_mass(graph: SymmetryGraph, state: Mapping[str, Tensor], *, scales: bool) -> BalancedForm:
     """The balanced form in float64, without a certificate; over linear maps alone where scales stay."""
+    graph.require_verified()
+    if graph.check_state(state):
+        raise ValueError("a least mass is that of one state, this is a stack: call it for each of its networks")
     current = as_given(state, {n: t.double() if t.is_floating_point() else t for n, t in state.items()})
     before = inner_product(graph, current, current)
     groups = [group for group in graph.linears if not group.orthogonal]

@@ -18,12 +18,11 @@ from tu_symmetry.alignment.moves import Move, move_tensors
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Descend, Match, Over, least_mass, matchers
 from tu_symmetry.states import State, as_given
-from tu_symmetry.symmetry.action import compose_signed, invert_signed, linear_tensors, signed_tensors
-from tu_symmetry.symmetry.elements import Maps, SignedPermutation, identity_element
+from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
+from tu_symmetry.symmetry.elements import SignedPermutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
-Found = tuple[SignedPermutation, Maps]  # what moves a network: units and signs, and then rotations
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
 _MOST_SWEEPS = 20  # of a universe
 _LEAST_GAIN = 1e-6  # of a rotation in a sweep, relative to what it maximizes
@@ -43,7 +42,7 @@ class Target:
     graph: SymmetryGraph
     state: Mapping[str, Tensor]
     match: Match
-    known: Mapping[int, Found] = field(default_factory=dict)
+    known: Mapping[int, Move] = field(default_factory=dict)
     index: int | None = None
     sweeps: int = 0
     converged: bool = True
@@ -51,16 +50,17 @@ class Target:
 
     def move(self, k: int, state: Mapping[str, Tensor]) -> Move:
         """What moves the network ``k``, which is given again as it was."""
-        move = self.scales[k]
-        if k in self.known:
-            element, maps = self.known[k]
-        else:
-            element, maps = _found(self.match(self.state, move_tensors(self.graph, move, state)))
-        return replace(move, permutation=element.permutation, signs=element.signs, maps=maps)
+        scales = self.scales[k]
+        move = self.known.get(k) or _move(self.match(self.state, move_tensors(self.graph, scales, state)))
+        return replace(move, log_scale=scales.log_scale, balance=scales.balance)
 
 
-def _found(matching: Matching) -> Found:
-    return matching.element, matching.maps
+def _move(matching: Matching) -> Move:
+    return Move(permutation=matching.permutation, signs=matching.signs, maps=matching.maps)
+
+
+def _still(graph: SymmetryGraph) -> Move:
+    return Move(permutation=identity_permutation(graph))
 
 
 def find_target(
@@ -85,7 +85,7 @@ def find_target(
     if not isinstance(reference, str):
         target = Target(graph, move_tensors(graph, least_mass(graph, reference, over), reference), match)
     elif reference == "first":
-        target = Target(graph, networks[0], match, {0: (identity_element(graph), {})}, 0)
+        target = Target(graph, networks[0], match, {0: _still(graph)}, 0)
     elif reference == "medoid":
         target = _medoid(graph, networks, match, progress)
     else:
@@ -115,8 +115,8 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
                 progress({"step": "comparing pairs", "done": len(found), "total": total})
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
-    known: dict[int, Found] = {j: _found(m) for (i, j), m in found.items() if i == best}
-    return Target(graph, networks[best], match, known | {best: (identity_element(graph), {})}, best)
+    known = {j: _move(m) for (i, j), m in found.items() if i == best}
+    return Target(graph, networks[best], match, known | {best: _still(graph)}, best)
 
 
 def _consensus(
@@ -136,11 +136,10 @@ def _consensus(
     matched anew, moves where that gains, and the first one stays where it is.
     """
     count = len(networks)
-    still: Found = identity_element(graph), {}
     like: State = {}
     total: dict[str, Tensor] = {}  # of floating-point tensors, in float64
     unmoved: dict[str, Tensor] = {}  # the same of the networks as they are
-    held: list[Found] = []
+    held: list[Move] = []
     sweep, moved = 0, True
 
     def mean_of_others(state: State, own: Mapping[str, Tensor], others: int) -> State:
@@ -159,49 +158,48 @@ def _consensus(
             else:
                 sums.setdefault(name, tensor)
 
-    def placed(found: Found, state: State) -> State:
-        return linear_tensors(graph, found[1], signed_tensors(graph, found[0], state))
-
     def improve(k: int) -> bool:
         """One step of a sweep; whether it has moved the network."""
         state = networks[k]
-        own = placed(held[k], state)
+        own = move_tensors(graph, held[k], state)
         others = mean_of_others(state, own, count - 1)
-        now, element = _found(descend(others, state, held[k][0])), held[k][0]
-        stays = all(torch.equal(p, element.permutation[name]) for name, p in now[0].permutation.items())
-        stays = stays and all(bool((s == element.signs.get(name, 1)).all()) for name, s in now[0].signs.items())
+        now = _move(descend(others, state, SignedPermutation(held[k].permutation, held[k].signs)))
+        stays = all(torch.equal(p, held[k].permutation[name]) for name, p in now.permutation.items())
+        stays = stays and all(bool((s == held[k].signs.get(name, 1)).all()) for name, s in now.signs.items())
         if rotations:
-            before, after = (inner_product(graph, others, one) for one in (own, placed(now, state)))
+            before, after = (inner_product(graph, others, one) for one in (own, move_tensors(graph, now, state)))
             stays = after <= before + _LEAST_GAIN * abs(before)
         if stays:
             return False
         held[k] = now
-        enter(total, placed(now, state), own)
+        enter(total, move_tensors(graph, now, state), own)
         return True
 
     for k in range(count):
         state = read(graph, networks, k)
         like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
         others = mean_of_others(state, {}, k) if k else {}
-        held.append(_found(match(others, state)) if k else still)
-        enter(total, placed(held[k], state), {})
+        held.append(_move(match(others, state)) if k else _still(graph))
+        enter(total, move_tensors(graph, held[k], state), {})
         enter(unmoved, state, {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
     if inner_product(graph, unmoved, unmoved) > (1 + 1e-9) * inner_product(graph, total, total):
-        total, held = unmoved, [still] * count
+        total, held = unmoved, [_still(graph)] * count
     while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
         for k in range(1 if rotations else 0, count):
             moved |= improve(k)
             progress({"step": f"aligning to all others, sweep {sweep}", "done": k + 1, "total": count})
-    back = invert_signed(graph, held[0][0])
+    elements = [SignedPermutation(move.permutation, move.signs) for move in held]
+    back = invert_signed(graph, elements[0])
+    placed = [compose_signed(graph, back, element) for element in elements]
     mean = signed_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
     return Target(
         graph,
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         match,
-        {k: (compose_signed(graph, back, element), maps) for k, (element, maps) in enumerate(held)},
+        {k: Move(permutation=p, signs=s, maps=held[k].maps) for k, (p, s) in enumerate(placed)},
         sweeps=sweep,
         converged=sweep == 0 or not moved,
     )

@@ -49,8 +49,7 @@ class StaleStatisticsWarning(UserWarning):
 class Merged(Moves, Brief):
     """A merged network, and what each step towards it was worth.
 
-    What moved each network before it was averaged stands in ``log_scales``, ``balances``, ``permutations``, ``signs``
-    and ``maps``, as in what :func:`~tu_symmetry.align` returns.
+    ``log_scales``, ``balances``, ``permutations``, ``signs`` and ``maps`` moved each network, in this order.
 
     Attributes:
         state: the merged network, on the device and in the dtypes of the first network that is part of it.
@@ -200,7 +199,8 @@ def merge(
     aligned = networks.moved(graph, moves)
     counts = [transposition_count(move.permutation) for move in moves]
     scores: dict[str, Scores] = {}
-    if functions and len(chosen) > 1 and any(not moves[k].still for k in chosen):
+    moved = any(counts[k] or moves[k].rounds or moves[k].counts()["sign_changes"] for k in chosen)
+    if functions and len(chosen) > 1 and moved:
         naive = _average(networks, shares)
         scores["naive"] = measure(model, naive, held, functions)
         if correction != "none":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import Permuted, linear_tensors, require_range, scale_tensors, signed_tensors
-from tu_symmetry.symmetry.elements import LogScale, Maps, Permutation, SignedPermutation, Signs, transposition_count
+from tu_symmetry.symmetry.elements import LogScale, Maps, Permutation, SignedPermutation, Signs
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -29,11 +29,6 @@ class Move:
     def rounds(self) -> bool:
         """Whether it does more than to change places and signs."""
         return bool(self.log_scale or self.balance or self.maps)
-
-    @property
-    def still(self) -> bool:
-        """Whether it leaves every weight as it is."""
-        return not (self.rounds or transposition_count(self.permutation) or self.counts()["sign_changes"])
 
     def counts(self) -> dict[str, float]:
         """How many units change their signs, the largest factor or inverse of one, how many blocks are mixed."""
@@ -65,7 +60,7 @@ class Move:
 
 
 class Moves:
-    """What moved the networks of a result, by the kinds of groups."""
+    """What moved the networks of a result, by the kinds of groups; empty dictionaries for what was not asked for."""
 
     moves: list[Move]
 
@@ -111,27 +106,21 @@ def move_tensors(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]
     return as_given(tensors, {n: t.to(tensors[n].dtype) for n, t in moved.items()})
 
 
-class Moved(Mapping[str, Tensor]):
+class Moved(Permuted):
     """Tensors of a network that was moved, each when it is asked for (and read from a file, say)."""
 
     def __init__(self, graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> None:
-        self.graph, self.move, self.tensors = graph, move, tensors
-        self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
-        self.mixing = {g.name: {a for m in g.members for a in graph.aliases[m.parameter]} for g in graph.linears}
+        super().__init__(graph, {}, tensors)
+        self._graph, self._move = graph, move
+        self._mixed = {g.name: {a for m in g.members for a in graph.aliases[m.parameter]} for g in graph.linears}
 
     def __getitem__(self, name: str) -> Tensor:
         balance, maps = (
-            {group: own for group, own in held.items() if name in self.mixing[group]}
-            for held in (self.move.balance, self.move.maps)
+            {group: own for group, own in held.items() if name in self._mixed[group]}
+            for held in (self._move.balance, self._move.maps)
         )
-        move = replace(self.move, balance=balance, maps=maps)
-        return move_tensors(self.graph, move, {name: self.tensors[name]})[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
+        move = replace(self._move, balance=balance, maps=maps)
+        return move_tensors(self._graph, move, {name: super().__getitem__(name)})[name]
 
 
 def view(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -18,7 +18,7 @@ from tu_symmetry.alignment.consensus import Reference, Target, find_target
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.alignment.moves import move_tensors
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.over import Over, check_over
+from tu_symmetry.alignment.over import Over
 from tu_symmetry.checkpoints.files import (
     FORMAT,
     MEAN,
@@ -135,7 +135,6 @@ def align_files(
     matching needs. All files are checked before the first is written. The ``prefix`` is taken off the names in files;
     files whose names have none are read as they are.
     """
-    over = check_over(over)
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")
     if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
@@ -181,7 +180,7 @@ def align_files(
         alignment = FileAlignment(
             architecture=graph.architecture,
             mode=mode,
-            over=over,
+            over=tuple(over),
             reference=MEAN if averaged else str(path),
             reference_sha256=header["reference_sha256"],
             sweeps=target.sweeps,

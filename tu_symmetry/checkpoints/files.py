@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.over import Over
+from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.files import FileError, digest_file, files_of, read_header, read_json, write_safetensors
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.states import State, SymmetryError
@@ -71,7 +71,8 @@ def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) ->
         "scales": {"scales": (), "normalizations": (), "scale_terms": {}},
         "rotations": {"linears": ()},
     }
-    alone = replace(graph, **{k: v for word, part in parts.items() if word not in over for k, v in part.items()})
+    left_out = [part for word, part in parts.items() if word not in check_over(over)]
+    alone = replace(graph, **{name: nothing for part in left_out for name, nothing in part.items()})
     with track(f"verifying the {' and '.join(', '.join(over).rsplit(', ', 1))} in float64", 1) as tracker:
         alone.require_verified()
         tracker.update(1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.consensus import Reference
 from tu_symmetry.alignment.merging import Merged, Weights, merge
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.over import Over, check_over
+from tu_symmetry.alignment.over import Over
 from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.data import CROSS_ENTROPY, Data, check_loss
 from tu_symmetry.checkpoints.files import (
@@ -82,7 +82,6 @@ def merge_files(
     An ``out`` that an earlier run wrote is replaced. ``data`` and ``loss``, a dotted name, are for statistics and
     scores.
     """
-    over = check_over(over)
     if out.suffix != ".safetensors" or out.is_dir():
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
