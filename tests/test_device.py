@@ -79,6 +79,18 @@ def aligned(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
     return [tus.align(graph, every, reference=name).states for name in ("first", "medoid", "mean", "universe")]
 
 
+def over_all(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
+    """Scales, and matrices between two layers without an activation."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double().to(device)
+    graph, over = tus.discover_symmetries(model, x), ("permutations", "signs", "scales", "rotations")
+    names = model.state_dict().items()
+    own = [{n: normal(*t.shape, seed=seed).to(device) for n, t in names} for seed in range(3)]
+    found = [tus.align(graph, own, reference=name, over=over).states for name in ("first", "universe")]
+    balance = tus.alignment.balanced(graph, own[0]).state, tus.alignment.canonical_linear(graph, own[0])
+    matrices = {name: matrix.abs().to(device) for name, matrix in balance[1].items()}  # up to the signs of units
+    return found, tus.merge(graph, own, model, over=over).state, balance[0], matrices
+
+
 def merged(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
     loader = [(x, data()[1].to(device))]
     found = tus.merge(graph, every, network().to(device), loader, correction="repair")
@@ -98,7 +110,7 @@ def compact(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
     return posterior.mean, posterior.std, drawn, module(x).detach(), low_rank
 
 
-OPERATIONS = (permuted, scaled, matched, aligned, merged, canonical, compact)
+OPERATIONS = (permuted, scaled, matched, aligned, over_all, merged, canonical, compact)
 
 
 @pytest.fixture(params=[False, True], ids=["", "default"])

@@ -15,6 +15,7 @@ from .alignment.barrier import interpolate as interpolate
 from .alignment.barrier import loss_barrier as loss_barrier
 from .alignment.matching import weight_matching as weight_matching
 from .alignment.merging import merge as merge
+from .alignment.removal import remove_symmetries as remove_symmetries
 from .alignment.repair import reestimate_batchnorm as reestimate_batchnorm
 from .alignment.repair import repair as repair
 from .callbacks.laplace import FitLaplace as FitLaplace
@@ -35,7 +36,6 @@ from .reporting.progress import show_progress as show_progress
 from .scaling.canonical import canonicalize as canonicalize
 from .scaling.canonical import representation_cost as representation_cost
 from .scaling.folding import fold_norms as fold_norms
-from .scaling.removal import remove_symmetries as remove_symmetries
 from .states import SymmetryError as SymmetryError
 from .states import SymmetryWarning as SymmetryWarning
 from .states import load_state as load_state

@@ -86,7 +86,7 @@ def difference(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_the_network_is_named_before_anything_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     given = states()
     given[1]["5.bias"] = torch.full_like(given[1]["5.bias"], 1e308)  # finite; its loss is not
-    monkeypatch.setattr("tu_symmetry.alignment.consensus.weight_matching", lambda *a: pytest.fail("matched"))
+    monkeypatch.setattr("tu_symmetry.alignment.over.weight_matching", lambda *a: pytest.fail("matched"))
     with pytest.raises(ValueError, match=r"states\[1\]: the loss is NaN on batch 0"):
         tus.merge(GRAPH, given, NETWORK, validation=doubled(loader()), loss=difference)
 

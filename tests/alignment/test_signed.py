@@ -101,8 +101,8 @@ def test_networks_are_aligned_over_signs(reference: str) -> None:
 
 def test_mistakes_are_named() -> None:
     _, graph, state = named("mlp_mixed")
-    for over in (("signs",), ("permutations", "scales"), (), "permutations"):
-        with pytest.raises(ValueError, match=r"'signs' or 'rotations'"):
+    for over in (("signs",), ("permutations", "scale"), (), "permutations"):
+        with pytest.raises(ValueError, match=r"pass 'permutations', and beside it"):
             tus.align(graph, [state, state], over=over)
     with pytest.raises(ValueError, match="are matched by weights"):
         tus.align(graph, [state, state], over=("permutations", "signs"), match_on="activations")

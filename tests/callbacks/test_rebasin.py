@@ -18,9 +18,10 @@ from trainings import Ensemble, Routine, adam, cnn, fit, loader, mlp, mlp_graph,
 
 from tu_symmetry.alignment.barrier import loss_barrier
 from tu_symmetry.callbacks import Rebasin
+from tu_symmetry.scaling.canonical import canonicalize
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.action import apply_permutation
-from tu_symmetry.symmetry.elements import invert, random_permutation, transposition_count
+from tu_symmetry.symmetry.action import apply_permutation, apply_scale
+from tu_symmetry.symmetry.elements import invert, random_permutation, random_scale, transposition_count
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -108,8 +109,55 @@ def test_the_trajectory_is_unchanged_over_signs(optimizer: Any) -> None:
     assert aligned.losses == pytest.approx(plain.losses, rel=1e-9, abs=0)
     x = torch.randn(9, 5, dtype=torch.float64)
     torch.testing.assert_close(aligned.model.eval()(x), plain.model.eval()(x), rtol=1e-9, atol=1e-10)
-    with pytest.raises(ValueError, match="align rotates networks after training"):
-        Rebasin(over=("permutations", "rotations"))
+    with pytest.raises(ValueError, match="do not follow a rotation"):
+        Rebasin(over=("permutations", "rotations"), in_place=True)
+
+
+class PlantScales(PlantPermutations):
+    """Rescales the permuted members as well."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        for i, member in enumerate(pl_module.model.core_models):  # type: ignore
+            scale = random_scale(mlp_graph(), generator=generator(i))
+            member.load_state_dict(apply_scale(mlp_graph(), scale, member.state_dict()))
+        self.given = [member_state(pl_module, i) for i in range(3)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_members_are_compared_at_their_least_mass(in_place: bool) -> None:
+    """In place all members go there, the first one too; distances and barriers are those of there."""
+    module = ensemble(optimizer=lambda p: torch.optim.SGD(p, lr=0.0, momentum=0.9))
+    plant = PlantScales()
+    rebasin = mlp_rebasin(over=("permutations", "scales"), in_place=in_place, barrier_loader="val")
+    fit(module, plant, rebasin, max_epochs=1)
+    (record,) = rebasin.history
+    least = [canonicalize(mlp_graph(), state) for state in plant.given]
+    assert record["NoT"] == [transposition_count(plant.planted[i]) for i in (1, 2)]
+    assert record["distance_before"] == pytest.approx([distance(least[0].state, form.state) for form in least[1:]])
+    assert max(record["distance_after"]) < 1e-6 and max(record["barrier_after"]) < 1e-6
+    batches = loader(n=16, shuffle=False)
+    curves = [loss_barrier(mlp().double(), least[0].state, one.state, batches, module.loss) for one in least[1:]]
+    assert record["barrier_before"] == pytest.approx([curve.barrier for curve in curves], abs=1e-9)
+    assert min(record["largest_factor"]) > 1.1 and max(record["output_change"]) < 1e-9
+    assert sorted(rebasin.log_scales) == [0, 1, 2]
+    expected = [least[0].state] * 3 if in_place else plant.given
+    assert max(distance(member_state(module, i), expected[i]) for i in range(3)) < 1e-6
+
+
+def test_rotations_are_looked_on() -> None:
+    def linear() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    plain, logged = ensemble(linear), ensemble(linear)
+    fit(plain)
+    rebasin = Rebasin(over=("permutations", "signs", "scales", "rotations"), barrier_loader="val")
+    fit(logged, rebasin)
+    record = rebasin.history[-1]
+    assert record["mixed_blocks"] == [1, 1] and max(record["output_change"]) < 1e-9
+    assert all(a < b for a, b in zip(record["distance_after"], record["distance_before"], strict=True))
+    for i in range(3):
+        assert all(torch.equal(t, member_state(logged, i)[n]) for n, t in member_state(plain, i).items())
 
 
 def test_batch_norm_and_flatten_in_place() -> None:

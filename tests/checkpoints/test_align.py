@@ -18,12 +18,20 @@ from toy_networks import Net, killed_at_any_write, tree
 
 from tu_symmetry import cli, files, states
 from tu_symmetry.alignment.align import align
+from tu_symmetry.alignment.moves import Move, move_tensors
 from tu_symmetry.checkpoints.align import align_files
 from tu_symmetry.checkpoints.files import find_checkpoints, output_names
 from tu_symmetry.files import FileError
-from tu_symmetry.symmetry.action import apply_permutation, apply_signs
+from tu_symmetry.symmetry.action import apply_linear, apply_permutation, apply_scale, apply_signs
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.symmetry.elements import invert, random_permutation, random_signs, transposition_count
+from tu_symmetry.symmetry.elements import (
+    invert,
+    random_linear,
+    random_permutation,
+    random_scale,
+    random_signs,
+    transposition_count,
+)
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MODES = ("first", "universe")
@@ -111,8 +119,53 @@ def test_files_are_aligned_over_signs(reference: Any, graph: SymmetryGraph, tmp_
         assert all(torch.equal(signs[n], t) for n, t in expected.signs[k].items())
     assert align_files(graph, files, out, reference=reference, over=over).skipped == 3
     assert align_files(graph, files, out, reference=reference).skipped == 0
-    with pytest.raises(FileError, match="rotates networks in memory"):
-        align_files(graph, files, out, over=("permutations", "rotations"))
+
+
+class Encoder(nn.TransformerEncoderLayer):
+    def __init__(self) -> None:
+        super().__init__(12, 3, 10, dropout=0.0, activation="relu", batch_first=True)
+
+
+@pytest.mark.parametrize("reference", [*MODES, "medoid", "mean"])
+def test_files_are_aligned_over_all_symmetries(
+    reference: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, as in memory; the file of what moved a network, moves it again; reports say what moved."""
+    words: Any = ("permutations", "signs", "scales", "rotations")
+    graph = discover_symmetries(Encoder(), torch.zeros(1, 2, 12))
+    generator = torch.Generator().manual_seed(0)
+    first = {n: torch.randn(t.shape, generator=generator) for n, t in Encoder().state_dict().items()}
+    states = [first]
+    for seed in (1, 2):
+        generator.manual_seed(seed)
+        scales = {g.name: random_scale(graph, generator=generator, std=0.3)[g.name] for g in graph.scales if g.exact}
+        moved = apply_linear(graph, random_linear(graph, generator=generator), apply_scale(graph, scales, first))
+        states.append(apply_permutation(graph, random_permutation(graph, generator=generator), moved))
+    files, out = write(tmp_path, states), tmp_path / "out"
+    line = ["--model", f"{__name__}.Encoder", "--input", "1,2,12", "--out", str(out), "--over", *words]
+    assert cli.main(["align", *map(str, files), *line, "--reference", reference]) == 0
+    capsys.readouterr()
+    expected = align(graph, states, reference=reference, over=words)
+    report = json.loads((out / "report.json").read_text())
+    assert report["over"] == list(words)
+    for k, file in enumerate(report["files"]):
+        aligned, found = load_file(out / file["aligned"]), load_file(out / file["permutation"])
+        for name, tensor in expected.states[k].items():
+            torch.testing.assert_close(aligned[name], tensor, rtol=1e-4, atol=1e-5)
+        again = move_tensors(graph, Move.of(found), states[k])
+        assert all(torch.equal(again[n], aligned[n]) for n in aligned)
+        assert file["distance_after"] < 1e-3 and file["output_change"] <= file["output_change_allowed"]
+        counts = expected.moves[k].counts()
+        moved = file["moved"]
+        assert moved["sign_changes"] == counts["sign_changes"] and moved["mixed_blocks"] == counts["mixed_blocks"] > 0
+        assert moved["largest_factor"] == pytest.approx(counts["largest_factor"], rel=1e-4) != 1
+    text = (out / "report.md").read_text()
+    assert "| NoT | signs, largest factor, mixed blocks |" in text
+    assert "least mass" in text
+    assert align_files(graph, files, out, reference=reference, over=words).skipped == 3
+    assert align_files(graph, files, out, reference=reference, over=words[:3]).skipped == 0
+    assert cli.main(["align", *map(str, files), *line, "--over", "scales"]) == 2
+    assert "pass 'permutations', and beside it" in capsys.readouterr().err
 
 
 def test_what_is_done_is_skipped_and_anything_else_redone(graph: SymmetryGraph, tmp_path: Path) -> None:

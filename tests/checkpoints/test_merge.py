@@ -20,7 +20,7 @@ from toy_networks import Normed as Net
 
 import tu_symmetry as tus
 from tu_symmetry import cli
-from tu_symmetry.alignment import consensus, merging
+from tu_symmetry.alignment import merging, over
 from tu_symmetry.checkpoints.data import load_data
 from tu_symmetry.checkpoints.merge import merge_files, working_folder
 from tu_symmetry.files import FileError, FolderInUseError
@@ -106,6 +106,27 @@ def test_the_merged_file_and_its_report(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(torch.equal(t, plain[n]) for n, t in tus.load_state(out).items())
 
 
+def test_networks_are_merged_over_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command, as in memory, after an interruption too; the report says what moved."""
+    words: Any = ("permutations", "scales")
+    paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
+    found = expected(3, over=words)
+    left = counted(monkeypatch, over, "weight_matching")
+    left.calls = 1
+    with pytest.raises(Killed):
+        merge(paths, out, "--over", *words)
+    left.calls = 10
+    assert merge(paths, out, "--over", *words) == 0 and left.used == 2
+    assert not all(torch.equal(t, expected(3).state[n]) for n, t in found.state.items())
+    assert all(torch.equal(t, found.state[n]) for n, t in tus.load_state(out).items())
+    report = json.loads(out.with_name("merged.report.json").read_text())
+    assert report["over"] == list(words)
+    assert report["moved"] == [pytest.approx(move.counts()) for move in found.moves]
+    assert min(moved["largest_factor"] for moved in report["moved"]) > 1
+    text = out.with_name("merged.report.md").read_text()
+    assert "| weight | NoT | signs, largest factor, mixed blocks |" in text
+
+
 def test_what_cannot_be_merged_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out = write(tmp_path, 3), tmp_path / "merged.safetensors"
     (tmp_path / "mine.safetensors").write_bytes(b"of another program")
@@ -169,7 +190,7 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
     data = ["--data", f"{__name__}.loader"] if more else []
     assert merge(paths, whole, *data, *more) == 0
     expected = tree(tmp_path)
-    left = counted(monkeypatch, consensus, "weight_matching")
+    left = counted(monkeypatch, over, "weight_matching")
     left.calls = 2
     with pytest.raises(Killed):
         merge(paths, out, *data, *more)
@@ -186,7 +207,7 @@ def test_an_interrupted_merge_goes_further(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, out, folder = write(tmp_path, 3), tmp_path / "merged.safetensors", tmp_path / "merged.merging"
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
-        kept["permutation/1"] = {"0": torch.arange(8)}
+        kept["move/1"] = {"0": torch.arange(8)}
         raise KeyboardInterrupt
     path = next(folder.glob("*.safetensors"))
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
@@ -195,7 +216,7 @@ def test_what_is_kept_is_of_one_merge_and_sealed(tmp_path: Path, capsys: pytest.
             pass
         raise KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt), working_folder(folder, "one") as kept:
-        assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["permutation/1"]["0"], torch.arange(8))
+        assert kept["scores/0"] == {"loss": 0.1} and torch.equal(kept["move/1"]["0"], torch.arange(8))
         raise KeyboardInterrupt
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
     with pytest.raises(FileError, match="deleting it has it found again"), working_folder(folder, "one"):

@@ -11,6 +11,7 @@ from drawn import generator, normal
 from torch import Tensor, nn
 
 import tu_symmetry as tus
+from tu_symmetry.alignment.removal import removal_element
 from tu_symmetry.metrics import MarginalHomogeneity, MaximumMeanDiscrepancy
 from tu_symmetry.metrics.functional import (
     Removal,
@@ -25,7 +26,6 @@ from tu_symmetry.metrics.functional import (
 )
 from tu_symmetry.metrics.functional.discrepancy import weight_vectors
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.scaling.removal import removal_element
 from tu_symmetry.states import stack_states, unstack
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 

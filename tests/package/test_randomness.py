@@ -25,7 +25,6 @@ import tu_symmetry as tus
 from tu_symmetry.callbacks import LastCheckpoint, PosteriorDraws, ProgressLines, TrueTemperature
 from tu_symmetry.datamodules import CIFARDataModule, DigitsDataModule, IDXDataModule, TomographyDataModule
 from tu_symmetry.routines import SWAG
-from tu_symmetry.symmetry.elements import identity_element
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -91,6 +90,10 @@ class Module(LightningModule):
         self.model = net()
 
 
+def identity_element() -> tus.symmetry.SignedPermutation:
+    return tus.symmetry.SignedPermutation(tus.symmetry.identity_permutation(graph()), {})
+
+
 CALLS: dict[str, Callable[[Path], Any]] = {
     "register_rule": lambda p: tus.register_rule("randomness.nothing"),
     "discover_symmetries": lambda p: tus.discover_symmetries(net(), torch.zeros(2, 4)),
@@ -107,12 +110,14 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "random_permutation": lambda p: tus.random_permutation(graph()),
     "random_scale": lambda p: tus.random_scale(graph()),
     "random_signs": lambda p: tus.random_signs(graph()),
-    "apply_signed": lambda p: tus.symmetry.apply_signed(graph(), identity_element(graph()), states()[0]),
-    "compose_signed": lambda p: tus.symmetry.compose_signed(graph(), *[identity_element(graph())] * 2),
-    "invert_signed": lambda p: tus.symmetry.invert_signed(graph(), identity_element(graph())),
+    "apply_signed": lambda p: tus.symmetry.apply_signed(graph(), identity_element(), states()[0]),
+    "compose_signed": lambda p: tus.symmetry.compose_signed(graph(), *[identity_element()] * 2),
+    "invert_signed": lambda p: tus.symmetry.invert_signed(graph(), identity_element()),
     "random_linear": lambda p: tus.symmetry.random_linear(graph()),
     "apply_linear": lambda p: tus.symmetry.apply_linear(graph(), tus.symmetry.random_linear(graph()), states()[0]),
     "rotation_matching": lambda p: tus.alignment.rotation_matching(graph(), *states()),
+    "balanced": lambda p: tus.alignment.balanced(graph(), states()[0]),
+    "canonical_linear": lambda p: tus.alignment.canonical_linear(graph(), states()[0]),
     "canonical_signs": lambda p: tus.scaling.canonical_signs(graph(), states()[0]),
     "apply_signs": lambda p: tus.apply_signs(graph(), tus.random_signs(graph()), states()[0]),
     "signed_matching": lambda p: tus.alignment.signed_matching(graph(), *states()),
@@ -183,7 +188,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
-    "Alignment", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
+    "Alignment", "BalancedForm", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
     "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "LinearGroup",
     "SignedPermutation", "SymmetryGraph",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only

@@ -88,6 +88,10 @@ ONE: dict[str, Callable[[State], Any]] = {
     "straight_through_matching": lambda s: straight_through_matching(
         graph(), MODEL, state(1), s, loader(), F.cross_entropy, epochs=1
     ),
+    "balanced": lambda s: tus.alignment.balanced(graph(), s),
+    "canonical_linear": lambda s: tus.alignment.canonical_linear(graph(), s),
+    "align over scales": lambda s: tus.align(graph(), [state(1), s], over=("permutations", "scales", "rotations")),
+    "merge over scales": lambda s: tus.merge(graph(), [s, state(1)], MODEL, over=("permutations", "scales")),
     "align": lambda s: tus.align(graph(), [state(1), s]),
     "merge": lambda s: tus.merge(graph(), [state(1), s], MODEL),
     "merge reference": lambda s: tus.merge(graph(), [state(1), state(2)], MODEL, reference=s),

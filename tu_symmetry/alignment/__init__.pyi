@@ -1,4 +1,7 @@
 from .align import Alignment as Alignment
+from .balance import BalancedForm as BalancedForm
+from .balance import balanced as balanced
+from .balance import canonical_linear as canonical_linear
 from .barrier import LossBarrier as LossBarrier
 from .barrier import measure as measure
 from .matching import Matching as Matching

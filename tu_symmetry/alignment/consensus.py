@@ -7,24 +7,25 @@ no distance: the one is chosen that leaves the first network as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.alignment.matching import Matching, inner_product, weight_matching
+from tu_symmetry.alignment.matching import Matching, Solver, inner_product
+from tu_symmetry.alignment.moves import Move, move_tensors
+from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.over import Descend, Match, Over, least_mass, matchers
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
-from tu_symmetry.symmetry.elements import SignedPermutation, identity_element
+from tu_symmetry.symmetry.elements import SignedPermutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Reference = Literal["first", "medoid", "mean", "universe"]
-Match = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Matching]
-Descend = Callable[[Mapping[str, Tensor], Mapping[str, Tensor], SignedPermutation], Matching]
 Progress = Callable[[dict[str, Any]], None]  # is called with {"step", "done", "total"} after each network
 _MOST_SWEEPS = 20  # of a universe
+_LEAST_GAIN = 1e-6  # of a rotation in a sweep, relative to what it maximizes
 _CANDIDATES = 16  # that are compared for a medoid
 
 
@@ -35,46 +36,62 @@ class Target:
     Attributes:
         index: its number, if it is one of the networks.
         sweeps: of a universe, and whether the last one moved nothing.
+        scales: what brings each network to its least mass before it is matched.
     """
 
+    graph: SymmetryGraph
     state: Mapping[str, Tensor]
     match: Match
-    known: Mapping[int, SignedPermutation] = field(default_factory=dict)
+    known: Mapping[int, Move] = field(default_factory=dict)
     index: int | None = None
     sweeps: int = 0
     converged: bool = True
+    scales: Sequence[Move] = ()
 
-    def element(self, k: int, state: Mapping[str, Tensor]) -> SignedPermutation:
-        """The permutation of the network ``k``, and its signs where these were matched."""
-        return self.known[k] if k in self.known else self.match(self.state, state).element
+    def move(self, k: int, state: Mapping[str, Tensor]) -> Move:
+        """What moves the network ``k``, which is given again as it was."""
+        scales = self.scales[k]
+        move = self.known.get(k) or _move(self.match(self.state, move_tensors(self.graph, scales, state)))
+        return replace(move, log_scale=scales.log_scale, balance=scales.balance)
+
+
+def _move(matching: Matching) -> Move:
+    return Move(permutation=matching.permutation, signs=matching.signs, maps=matching.maps)
+
+
+def _still(graph: SymmetryGraph) -> Move:
+    return Move(permutation=identity_permutation(graph))
 
 
 def find_target(
     graph: SymmetryGraph,
-    networks: Sequence[State],
+    networks: StateSource,
     reference: Reference | Mapping[str, Tensor],
-    match: Match | None = None,
+    over: Sequence[Over] = ("permutations",),
     *,
-    descend: Descend | None = None,
+    match: Match | None = None,
+    solver: Solver = "frank_wolfe",
     progress: Progress = lambda at: None,
 ) -> Target:
-    """Find what networks are aligned to, by their weights if nothing else is said; they are read two at a time.
-
-    ``match`` and ``descend`` match a network to a state, the latter from an element that is given.
-    """
-    match = match or partial(weight_matching, graph)
-
-    def by_permutations(target: Mapping[str, Tensor], state: Mapping[str, Tensor], init: SignedPermutation) -> Matching:
-        return weight_matching(graph, target, state, solver="descent", look_again=False, init=init.permutation)
-
+    """Find what networks, which are read two at a time, are aligned to; without a ``match`` by their weights."""
+    by_weights, descend = matchers(graph, over, solver)
+    match = match or by_weights
+    scales = [Move()] * len(networks)
+    if "scales" in over:
+        for k in range(len(networks)):
+            scales[k] = least_mass(graph, read(graph, networks, k), over)
+            progress({"step": "finding least masses", "done": k + 1, "total": len(networks)})
+        networks = networks.moved(graph, scales)
     if not isinstance(reference, str):
-        return Target(reference, match)
-    if reference == "first":
-        return Target(networks[0], match, {0: identity_element(graph)}, 0)
-    if reference == "medoid":
-        return _medoid(graph, networks, match, progress)
-    sweeps = _MOST_SWEEPS if reference == "universe" else 0
-    return _consensus(graph, networks, match, descend or by_permutations, sweeps, progress)
+        target = Target(graph, move_tensors(graph, least_mass(graph, reference, over), reference), match)
+    elif reference == "first":
+        target = Target(graph, networks[0], match, {0: _still(graph)}, 0)
+    elif reference == "medoid":
+        target = _medoid(graph, networks, match, progress)
+    else:
+        sweeps = _MOST_SWEEPS if reference == "universe" else 0
+        target = _consensus(graph, networks, match, descend, sweeps, "rotations" in over, progress)
+    return replace(target, scales=scales)
 
 
 def read(graph: SymmetryGraph, networks: Sequence[State], k: int) -> State:
@@ -98,8 +115,8 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
                 progress({"step": "comparing pairs", "done": len(found), "total": total})
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
-    known = {best: identity_element(graph), **{j: m.element for (i, j), m in found.items() if i == best}}
-    return Target(networks[best], match, known, best)
+    known = {j: _move(m) for (i, j), m in found.items() if i == best}
+    return Target(graph, networks[best], match, known | {best: _still(graph)}, best)
 
 
 def _consensus(
@@ -108,19 +125,21 @@ def _consensus(
     match: Match,
     descend: Descend,
     max_sweeps: int,
+    rotations: bool,
     progress: Progress,
 ) -> Target:
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
     C2M3, eq. 5): each network descends from the permutation that it has, so the sum never decreases. They begin at the
-    networks as they are where these lie closer together. Without sweeps it is the mean.
+    networks as they are where these lie closer together. Without sweeps it is the mean. Over rotations each network is
+    matched anew, moves where that gains, and the first one stays where it is.
     """
     count = len(networks)
     like: State = {}
     total: dict[str, Tensor] = {}  # of floating-point tensors, in float64
     unmoved: dict[str, Tensor] = {}  # the same of the networks as they are
-    held: list[SignedPermutation] = []
+    held: list[Move] = []
     sweep, moved = 0, True
 
     def mean_of_others(state: State, own: Mapping[str, Tensor], others: int) -> State:
@@ -142,38 +161,45 @@ def _consensus(
     def improve(k: int) -> bool:
         """One step of a sweep; whether it has moved the network."""
         state = networks[k]
-        own = signed_tensors(graph, held[k], state)
+        own = move_tensors(graph, held[k], state)
         others = mean_of_others(state, own, count - 1)
-        now = descend(others, state, held[k]).element
+        now = _move(descend(others, state, SignedPermutation(held[k].permutation, held[k].signs)))
         stays = all(torch.equal(p, held[k].permutation[name]) for name, p in now.permutation.items())
-        if stays and all(bool((s == held[k].signs.get(name, 1)).all()) for name, s in now.signs.items()):
+        stays = stays and all(bool((s == held[k].signs.get(name, 1)).all()) for name, s in now.signs.items())
+        if rotations:
+            before, after = (inner_product(graph, others, one) for one in (own, move_tensors(graph, now, state)))
+            stays = after <= before + _LEAST_GAIN * abs(before)
+        if stays:
             return False
         held[k] = now
-        enter(total, signed_tensors(graph, now, state), own)
+        enter(total, move_tensors(graph, now, state), own)
         return True
 
     for k in range(count):
         state = read(graph, networks, k)
         like = like or as_given(state, {n: t.new_empty(0) for n, t in state.items()})
         others = mean_of_others(state, {}, k) if k else {}
-        held.append(match(others, state).element if k else identity_element(graph))
-        enter(total, signed_tensors(graph, held[k], state), {})
+        held.append(_move(match(others, state)) if k else _still(graph))
+        enter(total, move_tensors(graph, held[k], state), {})
         enter(unmoved, state, {})
         del state, others  # before the next one is read
         progress({"step": "aligning to the running mean", "done": k + 1, "total": count})
     if inner_product(graph, unmoved, unmoved) > (1 + 1e-9) * inner_product(graph, total, total):
-        total, held = unmoved, [identity_element(graph)] * count
+        total, held = unmoved, [_still(graph)] * count
     while sweep < max_sweeps and moved:
         sweep, moved = sweep + 1, False
-        for k in range(count):
+        for k in range(1 if rotations else 0, count):
             moved |= improve(k)
             progress({"step": f"aligning to all others, sweep {sweep}", "done": k + 1, "total": count})
-    back = invert_signed(graph, held[0])
+    elements = [SignedPermutation(move.permutation, move.signs) for move in held]
+    back = invert_signed(graph, elements[0])
+    placed = [compose_signed(graph, back, element) for element in elements]
     mean = signed_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
     return Target(
+        graph,
         as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
         match,
-        {k: compose_signed(graph, back, element) for k, element in enumerate(held)},
+        {k: Move(permutation=p, signs=s, maps=held[k].maps) for k, (p, s) in enumerate(placed)},
         sweeps=sweep,
         converged=sweep == 0 or not moved,
     )

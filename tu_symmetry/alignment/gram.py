@@ -126,10 +126,10 @@ def _carries(outer: PermutationMember, inner: PermutationMember) -> bool:
 
 def member_gram(member: PermutationMember, reference: Tensor, moved: Tensor) -> Tensor:
     """Inner products between all units of two tensors along one member's axis: ``[blocks * size, blocks * size]``."""
-    return _units_first(member, reference) @ _units_first(member, moved).T
+    return units_first(member, reference) @ units_first(member, moved).T
 
 
-def _units_first(member: PermutationMember, tensor: Tensor) -> Tensor:
+def units_first(member: PermutationMember, tensor: Tensor) -> Tensor:
     """The slices of a tensor that belong to each unit, of all blocks: ``[blocks * size, everything else]``."""
     if member.within_axis is None:
         return _slices(tensor, member.axis, member.index.reshape(-1, member.index.shape[-1]))

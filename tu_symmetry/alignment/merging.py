@@ -22,14 +22,15 @@ from torch.utils._pytree import tree_leaves
 from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
+from tu_symmetry.alignment.moves import Move, Moves, move_tensors
 from tu_symmetry.alignment.networks import Network, Networks, StateSource
+from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, load_state, read_state, require_alike
-from tu_symmetry.symmetry.action import permute_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
-from tu_symmetry.symmetry.elements import Permutation, transposition_count
+from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -45,13 +46,15 @@ class StaleStatisticsWarning(UserWarning):
 
 
 @dataclass(frozen=True, repr=False)
-class Merged(Brief):
+class Merged(Moves, Brief):
     """A merged network, and what each step towards it was worth.
+
+    ``log_scales``, ``balances``, ``permutations``, ``signs`` and ``maps`` moved each network, in this order.
 
     Attributes:
         state: the merged network, on the device and in the dtypes of the first network that is part of it.
         weights: the weight of each network in it; they sum to one.
-        permutations: one for each network.
+        moves: all elements that moved each network.
         transpositions: number of transpositions (NoT) of each.
         correction: what was done about the statistics.
         members: scores of each network by itself: ``loss``, and further metrics by name. Empty without a loss.
@@ -63,11 +66,12 @@ class Merged(Brief):
             the last one is that of :attr:`state`.
         certificates: for each permuted network, by how much its outputs on the graph's example inputs changed.
         uncertified: why nothing was measured; empty where something was.
+        over: which symmetries moved networks.
     """
 
     state: State
     weights: list[float]
-    permutations: list[Permutation]
+    moves: list[Move]
     transpositions: list[int]
     correction: Correction
     members: list[Scores] = field(default_factory=list)
@@ -75,6 +79,7 @@ class Merged(Brief):
     certificates: list[Certificate] = field(default_factory=list)
     uncertified: str = ""
     ensemble: Scores = field(default_factory=dict)
+    over: tuple[Over, ...] = ("permutations",)
 
     @property
     def verdict(self) -> str:
@@ -109,6 +114,7 @@ def merge(
     correction: Correction = "none",
     weights: Weights = "equal",
     reference: Reference | Network = "first",
+    over: Sequence[Over] = ("permutations",),
     loss: Loss | None = None,
     metrics: Mapping[str, Loss] | None = None,
     validation: Iterable[Any] | None = None,
@@ -117,7 +123,8 @@ def merge(
 ) -> Merged:
     """Align networks of one architecture, average them, and correct the statistics of the average.
 
-    Laws: copies of one network with permuted units merge into a network of the same function; a weight of one gives the
+    Laws: copies of one network that were moved by what ``over`` names merge into a network of the same function (with
+    permuted units; with rotations where matching finds them); a weight of one gives the
     aligned member itself; networks from files merge into the same as from memory.
 
     Args:
@@ -131,6 +138,8 @@ def merge(
             A network that is merged of a single one stays as it is.
         weights: the share of each network: ``equal``, or numbers that are at least 0, which are divided by their sum.
         reference: what the networks are aligned to, see :func:`~tu_symmetry.align`; or a network, also as a file.
+        over: which symmetries move networks, see :func:`~tu_symmetry.align`. The mean of networks over ``"scales"`` is
+            that of networks at their least mass.
         loss: mean loss over a batch of (outputs, targets), by which the networks and each step are measured.
         metrics: further means over a batch, by name, measured beside the loss.
         validation: batches ``(inputs, targets)`` to measure on; if left out, ``dataloader``.
@@ -138,7 +147,7 @@ def merge(
         progress: called with ``{"step", "done", "total"}``; steps are ``measure``, ``align`` and ``average``.
 
     Raises:
-        SymmetryError: a state of another architecture, NaN or infinite weights, outputs that a permutation changed.
+        SymmetryError: a state of another architecture, NaN or infinite weights, outputs that a move changed.
         SampleFileError: a file that cannot be used.
         TypeError: weights that are no numbers.
         ValueError: fewer than two networks, weights that do not fit, a correction without data, a network without the
@@ -157,6 +166,7 @@ def merge(
         raise ValueError(f"correction={correction!r} measures activations: pass a dataloader of training inputs")
     if (loss is not None or metrics) and (loss is None or (dataloader is None and validation is None)):
         raise ValueError("scores need a loss, and validation= (or dataloader) to measure on")
+    over = check_over(over)
     kept: Kept = {} if resume is None else resume
     shares = _normalized(weights, len(networks))
     chosen = [k for k, share in enumerate(shares) if share > 0]
@@ -185,11 +195,12 @@ def merge(
         tell("measure", k + 1)
     if functions and "scores/ensemble" not in kept:
         kept["scores/ensemble"] = together.scores()
-    permutations, certificates, uncertified = _align(graph, networks, reference, kept, tell)
-    aligned = networks.permuted(graph, permutations)
-    counts = [transposition_count(p) for p in permutations]
+    moves, certificates, uncertified = _align(graph, networks, reference, over, kept, tell)
+    aligned = networks.moved(graph, moves)
+    counts = [transposition_count(move.permutation) for move in moves]
     scores: dict[str, Scores] = {}
-    if functions and len(chosen) > 1 and any(counts[k] for k in chosen):
+    moved = any(counts[k] or moves[k].rounds or moves[k].counts()["sign_changes"] for k in chosen)
+    if functions and len(chosen) > 1 and moved:
         naive = _average(networks, shares)
         scores["naive"] = measure(model, naive, held, functions)
         if correction != "none":
@@ -212,7 +223,7 @@ def merge(
             stacklevel=3,
         )
     ensemble = kept.get("scores/ensemble", {})
-    return Merged(state, shares, permutations, counts, correction, members, scores, certificates, uncertified, ensemble)
+    return Merged(state, shares, moves, counts, correction, members, scores, certificates, uncertified, ensemble, over)
 
 
 class _Ensemble:
@@ -259,10 +270,11 @@ def _align(
     graph: SymmetryGraph,
     networks: StateSource,
     reference: Reference | Network,
+    over: Sequence[Over],
     kept: Kept,
     tell: Callable[[str, int], None],
-) -> tuple[list[Permutation], list[Certificate], str]:
-    """Permutations of all networks; one of them is in memory beside what it is matched to."""
+) -> tuple[list[Move], list[Certificate], str]:
+    """What moves all networks; one of them is in memory beside what it is matched to."""
     graph.require_verified()
     anchor: Any = reference
     if not (isinstance(reference, str) and reference in get_args(Reference)):
@@ -271,21 +283,21 @@ def _align(
         else:
             anchor = read_state(reference, "reference")
         graph.check_state(anchor, name="reference")
-    target = find_target(graph, networks, anchor)
-    permutations: list[Permutation] = []
+    target = find_target(graph, networks, anchor, over)
+    moves: list[Move] = []
     certificates: list[tuple[Certificate | None, str]] = []
     for k in range(len(networks)):
         state = read(graph, networks, k)
-        if f"permutation/{k}" not in kept:
-            kept[f"permutation/{k}"] = target.element(k, state).permutation
-        permutations.append(kept[f"permutation/{k}"])
-        if reference != "first" or k:
-            moved = permute_tensors(graph, permutations[k], state)
-            certificates.append(measured(graph, state, moved, f"states[{k}], aligned", rounded=False))
+        if f"move/{k}" not in kept:
+            kept[f"move/{k}"] = target.move(k, state).flat()
+        moves.append(Move.of(kept[f"move/{k}"]))
+        if reference != "first" or k or moves[k].rounds:
+            moved = move_tensors(graph, moves[k], state)
+            certificates.append(measured(graph, state, moved, f"states[{k}], aligned", rounded=moves[k].rounds))
             del moved
         del state  # before the next one is read
         tell("align", k + 1)
-    return permutations, *certified(certificates)
+    return moves, *certified(certificates)
 
 
 def _normalized(weights: Any, count: int) -> list[float]:

@@ -8,10 +8,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from tu_symmetry.alignment.moves import Move, view
 from tu_symmetry.modules import is_source
 from tu_symmetry.states import State, as_given, open_state, read_state, unstack
-from tu_symmetry.symmetry.action import Permuted
-from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Network = Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module
@@ -40,7 +39,7 @@ class StateSource(Sequence[State]):
             )
         self._prefix = prefix
         self._graph: SymmetryGraph | None = None
-        self._permutations: Sequence[Permutation] = ()
+        self._moves: Sequence[Move] = ()
         self._chosen: Sequence[int] = range(len(self._source))
 
     def only(self, indices: Sequence[int]) -> StateSource:
@@ -49,10 +48,10 @@ class StateSource(Sequence[State]):
         made._chosen = [self._chosen[k] for k in indices]
         return made
 
-    def permuted(self, graph: SymmetryGraph, permutations: Sequence[Permutation]) -> StateSource:
-        """All of the networks with permuted units."""
+    def moved(self, graph: SymmetryGraph, moves: Sequence[Move]) -> StateSource:
+        """All of the networks, each moved."""
         made = StateSource(self)
-        made._graph, made._permutations = graph, permutations
+        made._graph, made._moves = graph, moves
         return made
 
     def __len__(self) -> int:
@@ -63,7 +62,7 @@ class StateSource(Sequence[State]):
         return as_given(network, dict(network))
 
     def open(self, index: int) -> Mapping[str, Tensor]:
-        """A network whose tensors are read and permuted one by one, as far as its file allows it."""
+        """A network whose tensors are read and moved one by one, as far as its file allows it."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         k = self._chosen[index]
@@ -73,4 +72,4 @@ class StateSource(Sequence[State]):
             state = open_state(network, prefix=self._prefix)
         else:
             state = read_state(network, f"states[{k}]")
-        return state if self._graph is None else Permuted(self._graph, self._permutations[k], state)
+        return state if self._graph is None else view(self._graph, self._moves[k], state)

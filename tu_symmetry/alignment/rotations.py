@@ -23,7 +23,15 @@ from tu_symmetry.alignment.signed import PairSigns, Search, signed_matching
 from tu_symmetry.symmetry.action import compose_signed, linear_tensors, mix_axis, signed_tensors, unfolded
 from tu_symmetry.symmetry.elements import Maps, SignedPermutation, closest_matrices
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import Group, LinearGroup, PermutationGroup, PermutationMember, SignGroup
+from tu_symmetry.symmetry.groups import (
+    Group,
+    LinearGroup,
+    LinearMember,
+    PermutationGroup,
+    PermutationMember,
+    ScaleMember,
+    SignGroup,
+)
 
 _MOST_SWEEPS = 20
 _MOST_TURNS = 200
@@ -43,8 +51,9 @@ def rotation_matching(
     It maximizes ``sum_T <reference_T, moved_T>`` over all parameters, from what :func:`~tu_symmetry.weight_matching`
     (or, with ``signs``, :func:`~tu_symmetry.alignment.signed_matching`) finds: over blocks of rotated units as wholes,
     over rotations by orthogonal Procrustes (Schonemann 1966), in closed form, and over all other groups, until nothing
-    gains. General linear groups are searched for orthogonal matrices only, which keep the norms of weights. Groups that
-    act where norms are folded are searched if both networks' are (:func:`~tu_symmetry.fold_norms`).
+    gains. General linear groups are searched for orthogonal matrices only, which keep the norms of weights, and are all
+    that is left of these groups between two networks of least mass (:func:`~tu_symmetry.alignment.balanced`). Groups
+    that act where norms are folded are searched if both networks' are (:func:`~tu_symmetry.fold_norms`).
 
     Law: the result is no farther from the reference than what it begins with (up to 1e-7 of the weights' squared
     norms).
@@ -102,14 +111,19 @@ def _result(
 
 
 def _met(group: PermutationGroup | SignGroup, linears: Sequence[LinearGroup]) -> bool:
-    """Whether linear groups mix what a group moves."""
-    return any(
-        (m.parameter, m.axis) == (o.parameter, o.axis)
-        and not (isinstance(m, PermutationMember) and not bool(torch.isin(m.index, o.index).any()))
-        for m in group.members
-        for linear in linears
-        for o in linear.members
-    )
+    """Whether linear groups mix units of a group with each other (not within each, as those of heads are)."""
+    pairs = ((m, o) for m in group.members for linear in linears for o in linear.members)
+    return any((m.parameter, m.axis) == (o.parameter, o.axis) and _mixes(m, o) for m, o in pairs)
+
+
+def _mixes(member: PermutationMember | ScaleMember, other: LinearMember) -> bool:
+    if isinstance(member, ScaleMember):
+        return True
+    owner = torch.full((int(max(member.index.max(), other.index.max())) + 1,), -1, device="cpu")
+    units = torch.arange(member.index[..., 0].numel(), device="cpu")
+    owner[member.index] = units.reshape(*member.index.shape[:-1], 1)
+    held = owner[other.index]
+    return bool(((held != held[..., :1, :]) & (held >= 0)).any())
 
 
 class _Rotations(Search):
@@ -166,8 +180,8 @@ class _Rotations(Search):
             moved = signed_tensors(self.graph, element, self.state)
             maps = self._procrustes(moved)
             moved = linear_tensors(self.graph, maps, moved)
-            for family in self.families:
-                if not any(map(self._mixed, family.groups)):  # rotations permute as well
+            for family in map(self._unmixed, self.families):
+                if not self._mixed(family.root):
                     step = self.step(family, moved, family.tensors)
                     there = signed_tensors(self.graph, step, moved)
                     if self.product(there) > self.product(moved) + self.least:
@@ -205,6 +219,10 @@ class _Rotations(Search):
         """Whether a linear group mixes what a group permutes (pairs of units do not: their blocks move whole)."""
         return _met(group, [g for g in self.graph.linears if g.subgroup != "complex"])
 
+    def _unmixed(self, family: Family) -> Family:
+        """A family without the groups inside it that rotations permute as well."""
+        return replace(family, children=tuple(c for c in family.children if not self._mixed(c)))
+
     def _rotated(self, family: Family) -> list[tuple[LinearGroup, Tensor]]:
         """The linear groups whose blocks are units of a family's root, and which unit each block is of."""
         found = []
@@ -228,7 +246,7 @@ class _Rotations(Search):
         if not rotated or family.coupled:
             return element
         moved = signed_tensors(self.graph, element, self.state)
-        kept = replace(family, children=tuple(c for c in family.children if not self._mixed(c)))
+        kept = self._unmixed(family)
         paired = {m.parameter for group, _ in rotated if group.subgroup == "complex" for m in group.members}
         told = [name for name in family.tensors if name not in paired]
         pairs = {g.name: PairSigns(self.parts(family, g, moved, told), {}, self.zeros(g)) for g in kept.groups}

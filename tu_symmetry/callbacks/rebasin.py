@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -11,15 +12,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.align import Over, align, check_over
+from tu_symmetry.alignment.align import align
 from tu_symmetry.alignment.barrier import chord_excess, loss_barrier
+from tu_symmetry.alignment.moves import Move, move_tensors
+from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.callbacks.base import SymmetryCallback
 from tu_symmetry.callbacks.members import ModuleSource, copy_of, detached_state
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.action import apply_signed
-from tu_symmetry.symmetry.elements import Permutation, SignedPermutation, Signs, identity_permutation
+from tu_symmetry.symmetry.elements import LogScale, Permutation, Signs, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.in_place import permute_in_place, sign_in_place
+from tu_symmetry.symmetry.in_place import permute_in_place, scale_in_place, sign_in_place
 
 
 class Rebasin(SymmetryCallback):
@@ -46,8 +48,12 @@ class Rebasin(SymmetryCallback):
     Args:
         members: where the members are: an attribute path (``"model.core_models"``) or a callable of the
             LightningModule. Default: the ``core_models`` of TorchUncertainty's deep ensembles.
-        over: ``("permutations",)``, or ``("permutations", "signs")`` to turn the signs of units too
-            (:func:`~tu_symmetry.align`); ``rebasin/sign_changes_i`` then counts the units that turn.
+        over: which symmetries move members, as for :func:`~tu_symmetry.align`. With ``"signs"``,
+            ``rebasin/sign_changes_i`` counts the units that turn. With ``"scales"`` distances and barriers are those of
+            members at their least mass, to which ``in_place`` brings all of them, the first one too, together with the
+            optimizers' state; the trajectory then is another one, as
+            :class:`~tu_symmetry.callbacks.ScaleCanonicalization` says. ``"rotations"`` are for looking on: what an
+            optimizer knows of each weight by itself (Adam's second moments) does not follow a rotation.
         barrier_loader: ``"val"`` for loss barriers on the trainer's validation loader; None for no barriers.
         **common: the schedule, ``in_place`` and ``graph`` of :class:`~tu_symmetry.callbacks.base.SymmetryCallback`.
 
@@ -55,6 +61,7 @@ class Rebasin(SymmetryCallback):
         history: one record for each alignment: epoch, step, and lists over the aligned members; in the checkpoint.
         permutations: member index to the permutation of the last alignment.
         signs: member index to its signs.
+        log_scales: member index, the first one's among them, to the log-factors of its least mass.
     """
 
     least_networks = 2
@@ -70,8 +77,12 @@ class Rebasin(SymmetryCallback):
     ) -> None:
         super().__init__(members, **common)
         self.over = check_over(over)
-        if "rotations" in self.over:
-            raise ValueError("Rebasin moves networks by permutations and signs; align rotates networks after training")
+        if "rotations" in self.over and self.in_place:
+            raise ValueError(
+                "Rebasin(in_place=True) moves members by permutations, signs and scales: optimizers keep numbers for "
+                "each weight (Adam's second moments) that do not follow a rotation. Leave 'rotations' out of over=, or "
+                "leave out in_place=True and align after training"
+            )
         if barrier_loader not in (None, "val"):
             raise ValueError(f"barrier_loader must be 'val' or None, got {barrier_loader!r}")
         self.barrier_loader = barrier_loader
@@ -81,6 +92,8 @@ class Rebasin(SymmetryCallback):
         super().forget()
         self.permutations: dict[int, Permutation] = {}
         self.signs: dict[int, Signs] = {}
+        self.log_scales: dict[int, LogScale] = {}
+        self._moves: list[Move] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check everything that can be checked before the first step."""
@@ -113,49 +126,53 @@ class Rebasin(SymmetryCallback):
         graph = self.known_graph()
         with isolate_rng(include_cuda=pl_module.device.type == "cuda"), torch.no_grad():
             states = [detached_state(m) for m in members]
-            elements, found = self.on_rank_zero(trainer, lambda: self._align(graph, states))
-            self.permutations = {i: permutation for i, (permutation, _) in enumerate(elements, start=1)}
-            self.signs = {i: signs for i, (_, signs) in enumerate(elements, start=1)}
+            self._moves, found = self.on_rank_zero(trainer, lambda: self._align(graph, states))
             record: dict[str, Any] = {"epoch": trainer.current_epoch, "step": trainer.global_step} | found
             if self.barrier_loader is not None:
                 record |= self._barriers(trainer, pl_module, graph, members[0], states)
             if self.in_place:
                 self._leave(record, identity_permutation(graph))
-                for i, permutation in self.permutations.items():
-                    followers = self.followers(trainer, pl_module, members[i])
-                    permute_in_place(graph, permutation, members[i], **followers)
-                    sign_in_place(graph, self.signs[i], members[i], **followers)
+            self.permutations = {i: move.permutation for i, move in enumerate(self._moves) if i}
+            self.signs = {i: move.signs for i, move in enumerate(self._moves) if i}
+            self.log_scales = {i: move.log_scale for i, move in enumerate(self._moves)}
+            if self.in_place:
+                for member, move in zip(members, self._moves, strict=True):
+                    followers = self.followers(trainer, pl_module, member)
+                    scale_in_place(graph, move.log_scale, member, **followers)
+                    permute_in_place(graph, move.permutation, member, **followers)
+                    sign_in_place(graph, move.signs, member, **followers)
         self.history.append(record)
         self.log_record(trainer, pl_module, record, hook, first=1)
 
     def _align(
         self, graph: SymmetryGraph, states: list[dict[str, Tensor]]
-    ) -> tuple[list[tuple[Permutation, Signs]], dict[str, list[float]]]:
-        """Permutations and signs of all but the first, on the CPU, and what is recorded of them."""
-        first, *moving = ({name: _widened(t) for name, t in s.items()} for s in states)
-        alignment = align(graph, moving, reference=first, over=self.over)
+    ) -> tuple[list[Move], dict[str, list[float]]]:
+        """What moves each member, on the CPU, and what is recorded of all but the first."""
+        alignment = align(graph, [{name: _widened(t) for name, t in s.items()} for s in states], over=self.over)
         if alignment.uncertified:
             self.say_uncertified(alignment.uncertified)
         record: dict[str, Any] = {
-            "NoT": alignment.transpositions,
-            "distance_before": alignment.distances_before,
-            "distance_after": alignment.distances_after,
+            "NoT": alignment.transpositions[1:],
+            "distance_before": alignment.distances_before[1:],
+            "distance_after": alignment.distances_after[1:],
         }
-        if "signs" in self.over:
-            record["sign_changes"] = alignment.sign_changes
+        counts = [move.counts() for move in alignment.moves[1:]]
+        told = {"signs": "sign_changes", "scales": "largest_factor", "rotations": "mixed_blocks"}
+        record |= {key: [one[key] for one in counts] for word, key in told.items() if word in self.over}
         if alignment.certificates:
-            record["output_change"] = [certificate.change for certificate in alignment.certificates]
-        elements = zip(alignment.permutations, alignment.signs, strict=True)
-        return [({n: t.cpu() for n, t in p.items()}, signs) for p, signs in elements], record
+            record["output_change"] = [certificate.change for certificate in alignment.certificates[1:]]
+        moves = [Move.of({name: t.cpu() for name, t in move.flat().items()}) for move in alignment.moves]
+        return moves, record
 
     def _leave(self, record: dict[str, Any], identity: Permutation) -> None:
-        """Leave the members as they are whose barriers would rise."""
+        """Leave the units of members as they are whose barriers would rise."""
         barriers = zip(record.get("barrier_before", ()), record.get("barrier_after", ()), strict=True)
         for i in [i for i, (before, after) in enumerate(barriers) if after > before]:
-            self.permutations[i + 1], self.signs[i + 1] = identity, {}
+            self._moves[i + 1] = replace(self._moves[i + 1], permutation=identity, signs={})
             for key in ("distance", "barrier"):
                 record[f"{key}_after"][i] = record[f"{key}_before"][i]
-            for key in {"NoT", "sign_changes", "output_change"} & record.keys():
+            unscaled = {"output_change"} if "scales" not in self.over else set()
+            for key in {"NoT", "sign_changes", *unscaled} & record.keys():
                 record[key][i] = 0
 
     def _barriers(
@@ -168,10 +185,12 @@ class Rebasin(SymmetryCallback):
     ) -> dict[str, list[float]]:
         copied, loss, batches = copy_of(member), pl_module.loss, _Batches(trainer)
         curves = []
-        for i, permutation in self.permutations.items():
-            element = SignedPermutation(permutation, self.signs[i])
-            for state in (states[i], apply_signed(graph, element, states[i])):
-                curves.append(loss_barrier(copied, states[0], state, batches, loss).losses)  # type: ignore[arg-type]
+        first, *others = zip(self._moves, states, strict=True)
+        anchor = move_tensors(graph, *first)
+        for move, state in others:
+            for own in (replace(move, permutation={}, signs={}, maps={}), move):
+                moved = move_tensors(graph, own, state)
+                curves.append(loss_barrier(copied, anchor, moved, batches, loss).losses)  # type: ignore[arg-type]
         losses = torch.tensor(curves, dtype=torch.float64, device="cpu")
         if trainer.world_size > 1:
             losses = trainer.strategy.reduce(losses.to(pl_module.device), reduce_op="mean").cpu()

@@ -1,62 +1,62 @@
 """Aligning many checkpoint files, two in memory at a time; results of an interrupted run are used again.
 
 For every checkpoint the folder takes ``NAME.safetensors``, the aligned weights, and ``NAME.permutation.safetensors``,
-in which signs are named ``signs:GROUP``; what they were made of stands in their headers. A mean and a universe also
-write ``mean.safetensors``, the mean of all.
+in which permutations have the names of their groups, signs ``signs:GROUP``, and in this way ``scales:``, ``balance:``
+and ``rotations:``; what they were made of stands in their headers. A mean and a universe also write
+``mean.safetensors``, the mean of all.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from tu_symmetry.alignment.align import Over, check_over
 from tu_symmetry.alignment.consensus import Reference, Target, find_target
-from tu_symmetry.alignment.matching import Matching, weight_distance
+from tu_symmetry.alignment.matching import weight_distance
+from tu_symmetry.alignment.moves import move_tensors
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.signed import signed_matching
+from tu_symmetry.alignment.over import Over
 from tu_symmetry.checkpoints.files import (
     FORMAT,
     MEAN,
+    MOVED,
     PERMUTATION,
     VERSION,
     Checkpoint,
     Track,
     check_checkpoints,
     load_checkpoint,
+    moved_text,
     output_names,
     owned_header,
     refuse_foreign,
     sha256,
     silent,
-    verified_permutations,
+    verified_groups,
     write_owned,
 )
 from tu_symmetry.files import FileError, check_file, clear_scratch, lock_folder, without_nan, write_json, write_text
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.symmetry.action import signed_tensors
 from tu_symmetry.symmetry.certificate import measured
-from tu_symmetry.symmetry.elements import SignedPermutation, identity_element, transposition_count
+from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 REPORT, REPORT_DATA = "report.md", "report.json"
 _MARKS = {REPORT: "<!-- tu_symmetry.aligned -->", REPORT_DATA: f'"format": "{FORMAT}"'}
-_FIGURES = ("transpositions", "distance_before", "distance_after", "output_change", "output_change_allowed")
+_FIGURES = ("transpositions", "moved", "distance_before", "distance_after", "output_change", "output_change_allowed")
 
 
 @dataclass(frozen=True)
 class Aligned:
     """One checkpoint of a report.
 
-    The aligned weights and the permutation are names of files. Distances are L2 distances of the parameters to the
-    reference's, ``output_change`` the relative change of the network's outputs on the example input (None if it was not
-    measured), ``output_change_allowed`` what rounding explains of it.
+    The aligned weights and the permutation are names of files. ``moved`` is what else moved the network (see
+    :meth:`.Move.counts`). Distances are L2 distances of the parameters to the reference's (over scales between both at
+    their least mass), ``output_change`` the relative change of the network's outputs on the example input (None if it
+    was not measured), ``output_change_allowed`` what rounding explains of it.
     """
 
     source: str
@@ -64,6 +64,7 @@ class Aligned:
     aligned: str
     permutation: str
     transpositions: int
+    moved: dict[str, float]
     distance_before: float
     distance_after: float
     output_change: float | None = None
@@ -74,12 +75,14 @@ class Aligned:
 class FileAlignment:
     """What :func:`align_files` did.
 
-    ``mode`` is ``file`` or a word of :func:`tu_symmetry.align`; ``reference`` the file that distances are measured to,
-    of a mean or a universe ``mean.safetensors`` in the folder; ``skipped`` how many files had been done before.
+    ``mode`` is ``file`` or a word of :func:`tu_symmetry.align`, whose ``over`` is given too; ``reference`` the file
+    that distances are measured to, of a mean or a universe ``mean.safetensors`` in the folder; ``skipped`` how many
+    files had been done before.
     """
 
     architecture: str
     mode: str
+    over: tuple[Over, ...]
     reference: str
     reference_sha256: str
     sweeps: int
@@ -91,10 +94,12 @@ class FileAlignment:
     def grid(self, limit: int | None = None) -> Grid:
         """The table of distances and NoT, of at most so many rows; paths are relative to the folder of all."""
         shared = os.path.commonpath([Path(os.path.abspath(f.source)).parent for f in self.files])
+        others = [MOVED] if len(self.over) > 1 else []
         rows = [
             [
                 os.path.relpath(f.source, shared),
                 str(f.transpositions),
+                *(moved_text(f.moved) for _ in others),
                 f"{f.distance_before:.4f}",
                 f"{f.distance_after:.4f}",
                 "not measured" if f.output_change is None else f"{f.output_change:.0e}" if f.output_change else "none",
@@ -102,7 +107,7 @@ class FileAlignment:
             for f in self.files[:limit]
         ]
         if len(rows) < len(self.files):
-            rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", "", "", "", ""])
+            rows.append([f"... {len(self.files) - len(rows)} more in {REPORT}", *[""] * (4 + len(others))])
         target, caption = os.path.relpath(self.reference, shared), ""
         if self.mode == "mean":
             target = "the mean of those before each"
@@ -110,7 +115,7 @@ class FileAlignment:
             end = "the last one moved nothing" if self.converged else "the last one still moved units"
             target, caption = "the mean of all", f"sweeps: {self.sweeps}; {end}"
         count = "1 checkpoint" if len(self.files) == 1 else f"{len(self.files)} checkpoints"
-        header = ["checkpoint", "NoT", "distance before", "distance after", "output change"]
+        header = ["checkpoint", "NoT", *others, "distance before", "distance after", "output change"]
         return Grid(f"{count} of {self.architecture} aligned to {target}", header, rows, caption)
 
 
@@ -128,11 +133,8 @@ def align_files(
 
     In memory are the reference (for a universe: the sum of all, float64), one network, its permuted copy, and what
     matching needs. All files are checked before the first is written. The ``prefix`` is taken off the names in files;
-    files whose names have none are read as they are. Networks move ``over`` permutations, or over signs too.
+    files whose names have none are read as they are.
     """
-    signs = "signs" in check_over(over)
-    if "rotations" in over:
-        raise FileError("files are aligned over permutations and signs; align(over=...) rotates networks in memory")
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")
     if mode in ("medoid", "mean", "universe") and len(checkpoints) < 2:
@@ -142,7 +144,7 @@ def align_files(
     names = [f"{name}{suffix}" for name in output_names(checkpoints) for suffix in (".safetensors", PERMUTATION)]
     tensors, texts = [out / name for name in (*names, MEAN)], {out / name: mark for name, mark in _MARKS.items()}
     refuse_foreign(tensors, texts, [*checkpoints, reference] if isinstance(reference, Path) else checkpoints)
-    graph = verified_permutations(graph, track, signs=signs)
+    graph = verified_groups(graph, over, track)
     files = check_checkpoints(graph, checkpoints, prefix, track)
     given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
     out.mkdir(parents=True, exist_ok=True)
@@ -153,20 +155,19 @@ def align_files(
                 graph,
                 StateSource(list(checkpoints), prefix=prefix),
                 given,
-                partial(signed_matching, graph) if signs else None,
-                descend=partial(_signed_descent, graph) if signs else None,
+                over,
                 progress=lambda at: tracker.update(at["done"], what=at["step"]),
             )
         path = reference if isinstance(reference, Path) else files[target.index or 0].path
         if averaged:
             path = out / MEAN
             write_owned(path, target.state, {"mean_of": len(files)})
-        header = {
+        header: dict[str, Any] = {
             "architecture": graph.architecture,
             "mode": mode if averaged else "file",
             "reference_sha256": sha256(path),
             "prefix": prefix,
-            **({"over": "permutations and signs"} if signs else {}),
+            "over": sorted(over),
         }
         results: list[Aligned] = []
         skipped = 0
@@ -174,11 +175,12 @@ def align_files(
             for k, file in enumerate(files):
                 found = _done_before(out, file, header)
                 skipped += found is not None
-                results.append(found or _align(graph, file, k, target, out, header))
+                results.append(found or _align(target, file, k, out, header))
                 tracker.update(k + 1, file=file.path.name)
         alignment = FileAlignment(
             architecture=graph.architecture,
             mode=mode,
+            over=tuple(over),
             reference=MEAN if averaged else str(path),
             reference_sha256=header["reference_sha256"],
             sweeps=target.sweeps,
@@ -196,41 +198,34 @@ def _aligned(file: Checkpoint, figures: Mapping[str, Any]) -> Aligned:
     return Aligned(str(file.path), file.sha256, *names, **{name: figures[name] for name in _FIGURES})
 
 
-def _align(
-    graph: SymmetryGraph, file: Checkpoint, k: int, target: Target, out: Path, header: Mapping[str, Any]
-) -> Aligned:
-    """Write the permuted network, whose outputs are compared, and the permutation."""
+def _align(target: Target, file: Checkpoint, k: int, out: Path, header: Mapping[str, Any]) -> Aligned:
+    """Write the moved network, whose outputs are compared, and what moved it."""
+    graph, reference = target.graph, target.state
     state = load_checkpoint(graph, file.path, header["prefix"])
     is_reference = file.sha256 == header["reference_sha256"]
-    element = identity_element(graph) if is_reference else target.element(k, state)
-    moved = signed_tensors(graph, element, state)
-    certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=False)
+    move = replace(target.scales[k], permutation=identity_permutation(graph)) if is_reference else target.move(k, state)
+    moved = move_tensors(graph, move, state)
+    certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=move.rounds)
     figures = {
-        "transpositions": transposition_count(element.permutation),
-        "distance_before": weight_distance(graph, target.state, state),
-        "distance_after": weight_distance(graph, target.state, moved),
+        "transpositions": transposition_count(move.permutation),
+        "moved": move.counts(),
+        "distance_before": weight_distance(graph, reference, move_tensors(graph, target.scales[k], state)),
+        "distance_after": weight_distance(graph, reference, moved),
         "output_change": None if certificate is None else certificate.change,
         "output_change_allowed": None if certificate is None else certificate.allowed,
     }
     result = _aligned(file, figures)
     whole = {**header, "source_sha256": file.sha256, **figures}
-    turned = {f"signs:{name}": signs for name, signs in element.signs.items()}
-    write_owned(out / result.permutation, element.permutation | turned, whole)
+    write_owned(out / result.permutation, move.flat(), whole)
     write_owned(out / result.aligned, moved, whole)
     return result
-
-
-def _signed_descent(
-    graph: SymmetryGraph, target: Mapping[str, Tensor], state: Mapping[str, Tensor], init: SignedPermutation
-) -> Matching:
-    return signed_matching(graph, target, state, init=init)
 
 
 def _done_before(out: Path, file: Checkpoint, header: Mapping[str, Any]) -> Aligned | None:
     """What a former run has written with the same source, reference and options; None if there was none."""
     written = [out / f"{file.name}{suffix}" for suffix in (".safetensors", PERMUTATION)]
     first, second = map(owned_header, written)
-    wanted = {"over": None, **header, "source_sha256": file.sha256, "version": VERSION}
+    wanted = {**header, "source_sha256": file.sha256, "version": VERSION}
     if first is None or first != second or any(first.get(k) != v for k, v in wanted.items()):
         return None
     for path in written:
@@ -252,10 +247,11 @@ def _write_reports(out: Path, alignment: FileAlignment) -> None:
             f"size (rounding explains {allowed:.0e})."
         )
     grid = alignment.grid()
+    said = " of networks at their least mass" if "scales" in alignment.over else ""
     parts = [
         _MARKS[REPORT],
         f"# {grid.title}",
         grid.markdown(),
-        f"L2 distances between parameters; NoT is the number of transpositions. {certified}",
+        f"L2 distances between parameters{said}; NoT is the number of transpositions. {certified}",
     ]
     write_text(out / REPORT, "\n\n".join(part.strip("\n") for part in parts) + "\n")

@@ -19,15 +19,17 @@ from typing import Any
 from torch import Tensor
 
 from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.files import FileError, digest_file, files_of, read_header, read_json, write_safetensors
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
-VERSION = 4
+VERSION = 5
 PERMUTATION = ".permutation.safetensors"
 MEAN = "mean.safetensors"
+MOVED = "signs, largest factor, mixed blocks"  # the title of what moved_text tells
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,24 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def verified_permutations(graph: SymmetryGraph, track: Track, *, signs: bool = False) -> SymmetryGraph:
+def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) -> SymmetryGraph:
     """What alignment uses of a graph, verified; the rest is left out, which large networks take long to verify."""
-    alone = replace(graph, scales=(), normalizations=(), scale_terms={}, linears=())
-    alone = alone if signs else replace(alone, signs=(), sign_terms={})
-    with track(f"verifying the permutations{' and signs' if signs else ''} in float64", 1) as tracker:
+    parts: dict[str, dict[str, Any]] = {
+        "signs": {"signs": (), "sign_terms": {}},
+        "scales": {"scales": (), "normalizations": (), "scale_terms": {}},
+        "rotations": {"linears": ()},
+    }
+    left_out = [part for word, part in parts.items() if word not in check_over(over)]
+    alone = replace(graph, **{name: nothing for part in left_out for name, nothing in part.items()})
+    with track(f"verifying the {' and '.join(', '.join(over).rsplit(', ', 1))} in float64", 1) as tracker:
         alone.require_verified()
         tracker.update(1)
     return alone
+
+
+def moved_text(moved: Mapping[str, float]) -> str:
+    """What else than permutations moved a network, in a cell of a table."""
+    return f"{moved['sign_changes']}, {moved['largest_factor']:.3g}, {moved['mixed_blocks']}"
 
 
 def output_names(checkpoints: Sequence[Path]) -> list[str]:

@@ -1,7 +1,8 @@
 """One network from checkpoint files: aligned, averaged, its statistics corrected, written with a report.
 
-While it works, the folder ``NAME.merging`` beside the result holds the permutations and scores found so far: after an
-interruption the same command goes further. ``NAME.report.md`` and ``NAME.report.json`` say what each step is worth.
+While it works, the folder ``NAME.merging`` beside the result holds what moves networks and the scores found so far:
+after an interruption the same command goes further. ``NAME.report.md`` and ``NAME.report.json`` say what each step is
+worth.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from torch import Tensor, nn
 from tu_symmetry.alignment.consensus import Reference
 from tu_symmetry.alignment.merging import Merged, Weights, merge
 from tu_symmetry.alignment.networks import StateSource
+from tu_symmetry.alignment.over import Over
 from tu_symmetry.alignment.repair import Correction
 from tu_symmetry.checkpoints.data import CROSS_ENTROPY, Data, check_loss
 from tu_symmetry.checkpoints.files import (
+    MOVED,
     Checkpoint,
     Track,
     check_checkpoints,
     load_checkpoint,
+    moved_text,
     owned_header,
     refuse_foreign,
     sha256,
     silent,
-    verified_permutations,
+    verified_groups,
     write_owned,
 )
 from tu_symmetry.evaluation import accuracy
@@ -69,6 +73,7 @@ def merge_files(
     weights: Weights = "equal",
     correction: Correction = "none",
     reference: Reference | Path = "first",
+    over: Sequence[Over] = ("permutations",),
     prefix: str = "",
     track: Track = silent,
 ) -> Merged:
@@ -88,7 +93,7 @@ def merge_files(
     inputs = [*checkpoints, reference] if isinstance(reference, Path) else checkpoints
     refuse_foreign([out], dict.fromkeys(reports, MARK), inputs, folders=[working])
     function = None if data is None else check_loss(model, data, loss, correction)
-    graph = verified_permutations(graph, track)
+    graph = verified_groups(graph, over, track)
     files = check_checkpoints(graph, checkpoints, prefix, track)
     if data is not None:
         _check_precision(model, load_checkpoint(graph, files[0].path, prefix), files[0].path)
@@ -96,7 +101,7 @@ def merge_files(
         "architecture": graph.architecture,
         "files": [file.sha256 for file in files],
         "reference": sha256(reference) if isinstance(reference, Path) else reference,
-        "options": [prefix, correction, loss],
+        "options": [prefix, correction, loss, *sorted(over)],
         "data": None if data is None else data.digest,
     }
     classes = data is not None and not data.evaluation[0][1].is_floating_point() and loss.endswith("cross_entropy")
@@ -112,6 +117,7 @@ def merge_files(
             correction=correction,
             weights=weights,
             reference=load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference,
+            over=over,
             loss=function,
             metrics=metrics,
             validation=None if data is None else data.evaluation,
@@ -137,7 +143,9 @@ def _report(
             "weights": merged.weights,
             "reference": str(reference),
             "correction": merged.correction,
+            "over": list(merged.over),
             "transpositions": merged.transpositions,
+            "moved": [move.counts() for move in merged.moves],
             "data": None if data is None else {"name": data.name, "num_samples": data.num_samples, "loss": loss},
             "members": merged.members,
             "scores": merged.scores,
@@ -215,16 +223,19 @@ def _check_precision(model: nn.Module, state: State, path: Path) -> None:
 def merge_grid(merged: Merged, names: Sequence[Path], model: str) -> Grid:
     """A row for each network and for each step: weight, NoT, scores; the caption says of what network."""
     keys = list(merged.members[0]) if merged.members else []
-    header = ["", "weight", "NoT", *keys, *(["barrier"] if keys else [])]
+    others = [MOVED] if len(merged.over) > 1 else []
+    header = ["", "weight", "NoT", *others, *keys, *(["barrier"] if keys else [])]
     rows = []
     for k, name in enumerate(names):
         scores = [f"{merged.members[k][key]:.4f}" for key in keys] + [""] * bool(keys)
-        rows.append([str(name), f"{merged.weights[k]:.3g}", str(merged.transpositions[k]), *scores])
+        moved = [moved_text(merged.moves[k].counts()) for _ in others]
+        rows.append([str(name), f"{merged.weights[k]:.3g}", str(merged.transpositions[k]), *moved, *scores])
+    blank = ["", "", *("" for _ in others)]
     if merged.ensemble:
-        rows.append(["ensemble of all", "", "", *(f"{merged.ensemble[key]:.4f}" for key in keys), ""])
+        rows.append(["ensemble of all", *blank, *(f"{merged.ensemble[key]:.4f}" for key in keys), ""])
     for step, found in merged.scores.items():
         scores = [f"{found[key]:.4f}" for key in keys]
-        rows.append([STEPS[step], "", "", *scores, f"{merged.barriers[step]:.4f}"])
+        rows.append([STEPS[step], *blank, *scores, f"{merged.barriers[step]:.4f}"])
     said = f"{model}, correction: {merged.correction}"
     if keys:
         said += f"; barrier: by how much the loss exceeds the weighted mean of the networks' own; {merged.verdict}"

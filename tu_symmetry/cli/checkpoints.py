@@ -53,6 +53,14 @@ def _add_files(parser: argparse.ArgumentParser, **out: Any) -> None:
         help="what all are aligned to: a file; the first; the one closest to the others after matching; the mean of "
         "those before each; or, from there, all others, in sweeps until nothing moves (default: first)",
     )
+    parser.add_argument(
+        "--over",
+        nargs="+",
+        choices=("permutations", "signs", "scales", "rotations"),
+        default=["permutations"],
+        help="what moves networks: permutations, and of the others what is named too: signs of units; scales, by which "
+        "each goes to its least squared norm first; rotations of units that matrices may mix (default: permutations)",
+    )
     parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
 
 
@@ -91,21 +99,15 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
 def align(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry align CHECKPOINTS... --model NAME --input SHAPE --out DIR``."""
     parser.description = (
-        "Permutes the hidden units of networks so that they lie close to a reference, without changing their "
-        "functions. Any number of files: two networks are in memory. After an interruption the same command resumes."
+        "Permutes the hidden units of networks so that they lie close to a reference, and moves them by the other "
+        "symmetries that --over names, without changing their functions. Any number of files: two networks are in "
+        "memory. After an interruption the same command resumes."
     )
     parser.epilog = (
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
     _add_files(parser, type=named("a folder"), metavar="DIR", help="folder of the aligned files and the report")
-    parser.add_argument(
-        "--over",
-        nargs="+",
-        choices=("permutations", "signs"),
-        default=["permutations"],
-        help="what moves networks: permutations, and signs of units if they are named too (default: permutations)",
-    )
 
     def run(arguments: argparse.Namespace) -> int | None:
         from rich.console import Console
@@ -128,7 +130,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         )
         alignment.grid(limit=50).print(display.console)
         before = f" ({alignment.skipped} done before)" if alignment.skipped else ""
-        mean = " and their mean" if reference == "universe" else ""
+        mean = " and their mean" if reference in ("mean", "universe") else ""
         print(f"{len(alignment.files)} aligned files{before}{mean} in {arguments.out}")
         return 0
 
@@ -203,6 +205,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
                 weights=weights,
                 correction=arguments.correction,
                 reference=reference,
+                over=arguments.over,
                 prefix=arguments.prefix,
                 track=display.track,
             )
@@ -221,7 +224,7 @@ def _reference(source: str) -> Any:
     from tu_symmetry.checkpoints.files import find_checkpoints
     from tu_symmetry.files import FileError
 
-    if source in ("first", "universe"):
+    if source in ("first", "medoid", "mean", "universe"):
         return source
     found = find_checkpoints([source])
     if len(found) > 1:

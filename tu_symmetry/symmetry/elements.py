@@ -39,11 +39,6 @@ def identity_permutation(graph: SymmetryGraph) -> Permutation:
     return {g.name: torch.arange(g.size, device="cpu").expand(g.shape).clone() for g in graph.permutations}
 
 
-def identity_element(graph: SymmetryGraph) -> SignedPermutation:
-    """The identity permutation, and no signs."""
-    return SignedPermutation(identity_permutation(graph), {})
-
-
 def random_permutation(graph: SymmetryGraph, *, generator: torch.Generator | None = None) -> Permutation:
     """A uniformly random permutation for every group; name to LongTensor ``[*blocks, size]`` on the CPU."""
     source = own_generator(generator)

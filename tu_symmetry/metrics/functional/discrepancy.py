@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tu_symmetry.alignment.removal import removal_element, remove_symmetries
 from tu_symmetry.scaling.canonical import Method
-from tu_symmetry.scaling.removal import removal_element, remove_symmetries
 from tu_symmetry.states import States, SymmetryError, as_stack, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
 from tu_symmetry.symmetry.elements import LogScale, Permutation

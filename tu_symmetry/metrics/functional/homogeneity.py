@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tu_symmetry.alignment.removal import incoming_member, unit_rows
 from tu_symmetry.metrics.functional.resampling import p_value
-from tu_symmetry.scaling.removal import incoming_member, unit_rows
 from tu_symmetry.states import States, as_stack, check_tensor, evenly
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import own_generator

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tu_symmetry.alignment.gram import units_first
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.alignment.signed import signed_matching
 from tu_symmetry.scaling.canonical import Method, canonicalize
@@ -130,22 +131,9 @@ def unit_rows(
 ) -> Tensor:
     """The entries of one member's tensor that belong to each unit: float64 ``[*samples, *group.shape, entries]``."""
     tensor = state[member.parameter].detach().to("cpu", torch.float64)
-    lead = tensor.ndim - len(graph.shapes[member.parameter])
-    samples = tensor.shape[:lead]
-    tensor = tensor.flatten(0, lead - 1) if lead else tensor.unsqueeze(0)
-    axis = member.axis + 1
-    if member.within_axis is None:
-        rows = tensor.movedim(axis, 1)[:, member.index.reshape(-1)]
-    else:
-        assert member.within is not None
-        blocks = member.within.reshape(-1, member.within.shape[-1])
-        index = member.index.reshape(len(blocks), -1) if member.index.ndim > 2 else member.index.reshape(1, -1)
-        moved = tensor.movedim((member.within_axis + 1, axis), (1, 2))
-        parts = [
-            moved[:, within][:, :, own].transpose(1, 2) for within, own in zip(blocks, index, strict=True)
-        ]  # each [samples, units of the block, rows, ...]
-        rows = torch.cat([p.flatten(2) for p in parts], dim=1)
-    return rows.reshape(*samples, *group.shape, -1)
+    shape = graph.shapes[member.parameter]
+    rows = torch.stack([units_first(member, sample) for sample in tensor.reshape(-1, *shape)])
+    return rows.reshape(*tensor.shape[: tensor.ndim - len(shape)], *group.shape, -1)
 
 
 def _inner_first(graph: SymmetryGraph) -> list[PermutationGroup]:

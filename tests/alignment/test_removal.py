@@ -11,7 +11,7 @@ from torch import nn
 from zoo import assert_equal_states, named, outputs, relative, scale_only, small, some_cases, weights
 
 import tu_symmetry as tus
-from tu_symmetry.scaling.removal import incoming_member, unit_rows
+from tu_symmetry.alignment.removal import incoming_member, unit_rows
 from tu_symmetry.symmetry.running.weights import random_state
 
 
