@@ -20,6 +20,8 @@ from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, amon
 from tu_symmetry.symmetry.extraction.classes import joined
 from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
 from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
+from tu_symmetry.symmetry.operators import experts
+from tu_symmetry.symmetry.operators.experts import Dealt
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
@@ -108,11 +110,15 @@ class _Interpreter:
         """What a rule sees: parameters and constant tensors as values."""
         if isinstance(held, Parameter):
             return self.ledger.parameter(held.name, held.shape, scales=held.scales)
+        if isinstance(held, Dealt):
+            return experts.gathered(self.ledger, held)
         return self._constant(held) if isinstance(held, Tensor) else held
 
     def _known(self, node: Node) -> Any:
         """What a rule sees of a node; of a constant that follows sizes, nothing."""
         held = self.env[node]
+        if isinstance(held, Dealt):
+            return held
         value = self._value(held.to("meta") if node.name in self.following.constants else held)
         if isinstance(held, Parameter) and held.trained and self.compares:  # its entries are different numbers
             witness = 1 << list(self.ledger.parameters).index(held.name)
@@ -173,7 +179,7 @@ class _Interpreter:
         read = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
         traits = nodes.traits_of(node)
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in read])):
+        if not draws and not any(isinstance(h, (Value, Parameter, Dealt)) for h in tree_leaves([self.env[a] for a in read])):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             with torch.no_grad():
                 self.env[node] = target(*arguments, **options)
@@ -188,6 +194,9 @@ class _Interpreter:
             self.ledger.pin_label(whole.labels[axis], FOLLOWS, axis)
             self.ledger.alike_along(whole, axis)
         points = self._points(rule_name_of(target), bound)
+        # a parameter that comes twice is no longer free to be nested as one of its places asks
+        parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
+        self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
         call = Call(
             self.ledger,
             rule_name_of(target),
@@ -197,9 +206,13 @@ class _Interpreter:
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
         )
-        # a parameter that comes twice is no longer free to be nested as one of its places asks
-        parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
-        self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
+        if (dealt := experts.dealt(call, self._dealing(node), _apply)) is not None:
+            self.ledger.used |= set(parameters)
+            self._deal(node, dealt)
+            return
+        gathered = {held: self._value(held) for held in known.values() if isinstance(held, Dealt)}
+        bound, known = tree_map_only(Dealt, gathered.__getitem__, (bound, known))
+        call = replace(call, arguments=bound)
         marked = len(self.ledger.marks)
         values = _apply(call)
         self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
@@ -222,6 +235,27 @@ class _Interpreter:
         for value in values:
             self.ledger.observe(value)
         self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
+
+    def _dealing(self, node: Node) -> Node:
+        """What tells which expert makes which row: the index that finds its weights, or offsets of rows in order."""
+        given = arguments_of(node)
+        return next((n for name in ("offs", "indices") for n in tree_leaves(given.get(name)) if n is not None), node)
+
+    def _deal(self, node: Node, dealt: list[Dealt]) -> None:
+        """Keep what is dealt out; all that shares memory with what is written to has to have been read already."""
+        for rows in dealt:
+            self.ledger.observe(rows.whole)
+        self.env[node] = dealt if isinstance(node.meta.get("val"), (tuple, list)) else dealt[0]
+        self._alias(node)
+        written = node.args[0]
+        if writes(node.target) and isinstance(written, Node):
+            root = self.root.get(written, written)
+            alike = [n for n in self.env if n is root or self.root.get(n) is root]
+            if any(self.order[u] > self.order[node] for n in alike if n not in (written, node) for u in n.users):
+                self.env[node] = self._value(dealt[0])
+                self._write(node, written)
+            else:
+                self.env[written] = self.env[node]
 
     def _piece(self, node: Node) -> None:
         source, position = node.args
