@@ -91,6 +91,7 @@ class _Interpreter:
         self.root: dict[Node, Node] = {}  # for a view the node whose memory it shares
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
         self.compares = any(map(finds_positions, module.graph.nodes))
+        self.counted = nodes.counted(module.graph)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         *before, output = self.module.graph.nodes
@@ -178,6 +179,9 @@ class _Interpreter:
             return
         read = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
         traits = nodes.traits_of(node)
+        if node in self.counted:  # it tells no more than what it counts
+            self.env[node] = self.env[self.counted[node]]
+            return
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
         if not draws and not any(isinstance(h, (Value, Parameter, Dealt)) for h in tree_leaves([self.env[a] for a in read])):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
@@ -239,7 +243,8 @@ class _Interpreter:
     def _dealing(self, node: Node) -> Node:
         """What tells which expert makes which row: the index that finds its weights, or offsets of rows in order."""
         given = arguments_of(node)
-        return next((n for name in ("offs", "indices") for n in tree_leaves(given.get(name)) if n is not None), node)
+        index = next((n for name in ("offs", "indices") for n in tree_leaves(given.get(name)) if n is not None), node)
+        return self.counted.get(index, index)
 
     def _deal(self, node: Node, dealt: list[Dealt]) -> None:
         """Keep what is dealt out; all that shares memory with what is written to has to have been read already."""

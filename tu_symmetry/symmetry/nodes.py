@@ -126,6 +126,24 @@ def finds_positions(node: torch.fx.Node) -> bool:
     return counts and any(isinstance(t, Tensor) and is_continuous(t) for t in read)
 
 
+def counted(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The nodes that count numbers in ascending order, for grouped products alone, by what they count."""
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        chain, source = [], arguments_of(node).get("offs") if isinstance(node.target, torch._ops.OpOverload) else None
+        for name in ("cumsum", "histc", "to"):
+            read = {user.target for user in source.users} if isinstance(source, torch.fx.Node) else set()
+            if len(read) == 1 and rule_name_of(source.target) == f"aten.{name}":
+                chain.append(source)
+                source = source.args[0]
+        ordered = isinstance(source, torch.fx.Node) and source.target is operator.getitem and source.args[1] == 0
+        if ordered and len(chain) > 1 and rule_name_of(source.args[0].target) == "aten.sort":
+            size = chain[0].meta["val"].shape[0]
+            if tuple(chain[1].args[1:]) == (size, 0, size - 1):
+                found |= dict.fromkeys(chain, source)
+    return found
+
+
 def keeps_digits(node: torch.fx.Node, given: Tensor) -> bool:
     """Whether the first output keeps all digits of an operand: numbers that are cut to fewer may become equal."""
     held = [t for t in outputs_of(node) if isinstance(t, Tensor)][:1]

@@ -14,13 +14,14 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value
+from tu_symmetry.symmetry.algebra import Value, along
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import meet
-from tu_symmetry.symmetry.rules import Call
+from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 REASON = "rows are dealt out to experts"
 GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")
+register_rule(*GROUPED, positions="read")(unknown)
 ENTRIES = frozenset(
     "silu gelu relu sigmoid tanh elu leaky_relu softplus mish quick_gelu hardtanh clamp clamp_min clamp_max square pow exp "
     "neg add sub mul div to _to_copy type_as contiguous clone alias detach dropout".split()
@@ -91,7 +92,8 @@ def _by_offsets(call: Call, dealing: object, apply: Callable[[Call], list[Value]
     a, b, *_ = call.arguments.values()
     if not isinstance(b, Value) or (len(a.shape), len(b.shape)) != (2, 3) or call.get("bias") is not None:
         return None
-    call.pin("offs", "offsets of experts")
+    if not call["offs"].points:
+        call.pin("offs", "offsets of experts")
     if isinstance(a, Dealt) and a.dealing is not dealing:
         a = gathered(call.ledger, a)
     rows = a.whole if isinstance(a, Dealt) else views.expand(call.ledger, a, (b.shape[0], *a.shape))
@@ -106,10 +108,10 @@ def _by_number(call: Call, dealing: object) -> list[Dealt] | None:
         return None
     if call.constants["indices"][0] is not None or call.dtypes["indices"][0] == torch.bool:
         return None
-    call.ledger.pin(replace(index, points=()), "an index")
     for axis in range(1, value.ndim if value.ndim > 2 else 1):
         if value.shape[axis] > 1:
             value = call.ledger.nest(value, axis, [0])
     laid = views.laid(value, [0, *range(2, value.ndim + 1)], value.ndim + 1)
-    laid = laid.with_axis(1, size=index.shape[0], reason="indexed")
+    rows = tuple(along(c, 1, laid.ndim) for c in index.labels[0])
+    laid = laid.with_axis(1, size=index.shape[0], label=rows, reason=index.reasons[0] or "indexed")
     return [Dealt(replace(laid, sole=value.sole or call.ledger.fresh(value)), dealing, index)]
