@@ -123,7 +123,8 @@ class _Interpreter:
         value = self._value(held.to("meta") if node.name in self.following.constants else held)
         if isinstance(held, Parameter) and held.trained and self.compares:  # its entries are different numbers
             witness = 1 << list(self.ledger.parameters).index(held.name)
-            return replace(value, proofs=(Proof(units_of(value.labels), witness),), depends=witness)
+            proofs = (Proof(units_of(value.labels), witness),)
+            return replace(value, proofs=proofs, depends=witness, linear_in=witness, nonzero=True)
         if isinstance(value, Value) and value.sole and len(node.users) > 1:
             return replace(value, sole=False)
         return value
@@ -183,7 +184,9 @@ class _Interpreter:
             self.env[node] = self.env[self.counted[node]]
             return
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        if not draws and not any(isinstance(h, (Value, Parameter, Dealt)) for h in tree_leaves([self.env[a] for a in read])):
+        if not draws and not any(
+            isinstance(h, (Value, Parameter, Dealt)) for h in tree_leaves([self.env[a] for a in read])
+        ):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             with torch.no_grad():
                 self.env[node] = target(*arguments, **options)
@@ -212,7 +215,10 @@ class _Interpreter:
         )
         if (dealt := experts.dealt(call, self._dealing(node), _apply)) is not None:
             self.ledger.used |= set(parameters)
-            self._deal(node, dealt)
+            wholes = {n: held.whole if isinstance(held, Dealt) else held for n, held in known.items()}
+            facts = self._facts(node, traits, given, wholes, [rows.whole for rows in dealt])
+            facts = {name: facts[name] for name in ("depends", "linear_in")}
+            self._deal(node, [replace(rows, whole=_with(rows.whole, facts)) for rows in dealt])
             return
         gathered = {held: self._value(held) for held in known.values() if isinstance(held, Dealt)}
         bound, known = tree_map_only(Dealt, gathered.__getitem__, (bound, known))
@@ -297,7 +303,7 @@ class _Interpreter:
 
     def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         found = _Interpreter(self.ledger, module, self.reading).run(inputs)
-        return [replace(v, depends=distinct.ANYTHING) if isinstance(v, Value) else v for v in found]
+        return [replace(v, depends=distinct.ANYTHING, linear_in=0) if isinstance(v, Value) else v for v in found]
 
     # -- what is known of tensors beside their labels -----------------------------------------------------------
 
@@ -342,14 +348,20 @@ class _Interpreter:
             "sole": moves and apart and len(inputs) == 1 and self._is_sole(node, inputs[0]),
             "proofs": (),
             "depends": distinct.dependence(v for v in known.values() if isinstance(v, Value)),
+            "linear_in": 0,
         }
         if self.compares and outputs:
             floats = [n for n in inputs if is_continuous(n.meta["val"])]
             kept = all(nodes.keeps_digits(node, n.meta["val"]) for n in floats)
             operands = {name: known[n] for name, n in _named(given) if n in floats}
+            name = rule_name_of(node.target).removeprefix("aten.")
             dim, normalized = given.get("dim"), given.get("normalized_shape") or ()
             axes = [*([dim] if isinstance(dim, int) else []), *range(-len(normalized), 0)] if outputs[0].ndim else []
-            facts["proofs"] = distinct.proven(traits if kept else frozenset(), operands, outputs, axes)
+            facts["proofs"] = distinct.proven(name, traits if kept else frozenset(), operands, outputs, axes)
+            facts["linear_in"] = distinct.linear_in(name, traits, operands, seen)
+            facts["nonzero"] = bool(operands and outputs[0].ndim) and distinct.nonzero(
+                name, traits, operands, given, outputs[0].shape[-1]
+            )
         return facts
 
     def _is_sole(self, node: Node, source: Node) -> bool:
@@ -511,7 +523,7 @@ def _changed(held: Any, *, zero: bool, depends: int) -> Any:
     """What stands for memory that was written to elsewhere (with zeros): less is known of it."""
     if not isinstance(held, Value):
         return held
-    return replace(held, zero=held.zero and zero, proofs=(), depends=depends)
+    return replace(held, zero=held.zero and zero, proofs=(), depends=depends, linear_in=0, nonzero=False)
 
 
 def _with(value: Value, facts: dict[str, Any]) -> Value:

@@ -21,7 +21,7 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 REASON = "rows are dealt out to experts"
 GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")
-register_rule(*GROUPED, positions="read")(unknown)
+register_rule(*GROUPED, positions="read", traits=("spreads",))(unknown)
 ENTRIES = frozenset(
     "silu gelu relu sigmoid tanh elu leaky_relu softplus mish quick_gelu hardtanh clamp clamp_min clamp_max square pow exp "
     "neg add sub mul div to _to_copy type_as contiguous clone alias detach dropout".split()
@@ -51,7 +51,9 @@ class Dealt:
 
 def gathered(ledger: Ledger, dealt: Dealt) -> Value:
     """The tensor without the experts: whoever made a row, it has to be the same."""
-    return replace(views.drop(ledger, meet(ledger, dealt.whole, 0, dealt.index, REASON), 0), parameter=None)
+    whole = dealt.whole
+    value = views.drop(ledger, meet(ledger, whole, 0, dealt.index, REASON), 0)
+    return replace(value, parameter=None, depends=whole.depends, linear_in=whole.linear_in)
 
 
 def dealt(call: Call, dealing: object, apply: Callable[[Call], list[Value]]) -> list[Dealt] | None:
@@ -97,7 +99,9 @@ def _by_offsets(call: Call, dealing: object, apply: Callable[[Call], list[Value]
     if isinstance(a, Dealt) and a.dealing is not dealing:
         a = gathered(call.ledger, a)
     rows = a.whole if isinstance(a, Dealt) else views.expand(call.ledger, a, (b.shape[0], *a.shape))
-    product = replace(call, operator="aten.bmm", arguments={"self": rows, "mat2": b}, outputs=[(b.shape[0], *call.shape)])
+    product = replace(
+        call, operator="aten.bmm", arguments={"self": rows, "mat2": b}, outputs=[(b.shape[0], *call.shape)]
+    )
     return [Dealt(v, dealing, call["offs"]) for v in apply(product)]
 
 

@@ -121,7 +121,9 @@ def _index_put(call: Call) -> Value:
     numbers = call.constants["values"]
     if index.shape == value.shape and moving(index.labels[0]) and value.fill is None and numbers is not None:
         if numbers.shape == value.shape and bool((numbers == torch.arange(len(numbers)).to(numbers)).all()):
-            return replace(views.uniform(value.shape), fill=None, labels=((),), points=index.labels[0])  # the inverse order
+            return replace(
+                views.uniform(value.shape), fill=None, labels=((),), points=index.labels[0]
+            )  # the inverse order
     if positions is not None and not accumulate:
         return overwritten(ledger, value, axis, positions, source)
     target = meet(call.ledger, value, axis, index, "written to by position")
