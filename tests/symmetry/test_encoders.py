@@ -117,7 +117,7 @@ NETWORKS = {
     "Whisper": (whisper, [D, D, D, *6 * HEADS, *4 * [MLP]], 2 * LAYER + 24 + 1 + 2 * (LAYER + 24 + UNITS), 6 * MAPS),
     # gates and what they multiply have signs
     "DiT": (DiT, [D, (18,), D, *2 * [*HEADS, MLP]], 1 + 2 * (2 * 24 + UNITS), 2 * MAPS),
-    # positions are constants, which fix the stream; each block embeds steps and labels for itself, with 4 * 24 inner units
+    # positions are constants, which fix the stream; each block embeds steps and labels for itself; 4 * 24 inner units
     "DiT of diffusers": (diffusers_dit, [*2 * [D, D, *HEADS, (96,)]], 2 * (2 * 24 + UNITS), 2 * MAPS),
 }  # fmt: skip
 

@@ -8,8 +8,8 @@ itself and strictly monotonically: a bias, for the outputs of its layer. It stay
 sum with what does not depend on it. What is different without one (outputs of a layer without bias, whose inputs are
 different numbers, or not all zero) is different until it is summed.
 
-A vector that is not zero is not for almost all weights: rows of a table, and sums of one and of what is linear in weights
-that it does not depend on, as a residual stream makes them.
+For almost all weights a row of a table is not zero, nor is its sum with what is linear in weights that it does not
+depend on, as a residual stream makes it.
 """
 
 from __future__ import annotations
@@ -75,13 +75,7 @@ def _found(
         if "distinct" in traits:
             own = [units_of([output.labels[k]]) for k in axes]
             found += [Proof(units[among(units, different(first))], NOBODY) for units in own]
-        elif all(map(_all_different, rest)) or (
-            name in PRODUCTS
-            and len(rest) == 2
-            and first.nonzero
-            and rest[1].linear_in == rest[1].depends
-            and _all_different(rest[1])
-        ):
+        elif all(map(_all_different, rest)) or (name in PRODUCTS and first.nonzero and all(map(_is_weight, rest[1:]))):
             found.append(Proof(units_of(output.labels), NOBODY))
     if bias is not None and not bias.depends & others:
         # the bias lies along an axis of its length; along none where that does not tell which one it is
@@ -98,12 +92,12 @@ def linear_in(name: str, traits: frozenset[str], operands: Mapping[str, Value], 
     values = list(operands.values())
     if name in ("add", "sub") and len(values) == 2:
         return values[0].linear_in & values[1].linear_in
-    if not traits & {"moves", "picks", "spreads"} and name not in ("mul", "div", "sum", "mean", "neg"):
+    if not traits & {"moves", "picks", "spreads"} and name not in ("mul", "sum", "mean", "neg"):
         return 0
     if operands.keys() & {"bias"} or {"mat1", "mat2"} <= operands.keys():
         return 0
     found = 0
-    for value in values[:1] if name == "div" else values:
+    for value in values:
         found |= value.linear_in & ~dependence(v for v in seen if v is not value)
     return found
 
@@ -119,7 +113,7 @@ def nonzero(
         return name != "embedding" or (first.nonzero and given["padding_idx"] < 0)
     if "bias" in operands and "spreads" in traits:
         return bool(operands["bias"].linear_in & ~dependence(v for v in operands.values() if v is not operands["bias"]))
-    if name in ("mul", "div") and not more:
+    if name == "mul" and not more:
         return first.nonzero and isinstance(given["other"], (int, float)) and given["other"] not in (0, math.inf)
     if len(more) != 1 or name not in ("add", "mul", *PRODUCTS):
         return False
@@ -146,6 +140,10 @@ def _shifted(value: Value, other: Value, output: Value) -> list[Proof]:
             if len(own) and among(own, proof.units).all():
                 found.append(Proof(units_of([output.labels[-k]]), proof.witness))
     return found
+
+
+def _is_weight(value: Value) -> bool:
+    return value.linear_in == value.depends and _all_different(value)
 
 
 def _all_different(value: Value) -> bool:

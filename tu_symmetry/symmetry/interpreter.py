@@ -184,9 +184,8 @@ class _Interpreter:
             self.env[node] = self.env[self.counted[node]]
             return
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        if not draws and not any(
-            isinstance(h, (Value, Parameter, Dealt)) for h in tree_leaves([self.env[a] for a in read])
-        ):
+        held = tree_leaves([self.env[a] for a in read])
+        if not draws and not any(isinstance(h, (Value, Parameter, Dealt)) for h in held):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             with torch.no_grad():
                 self.env[node] = target(*arguments, **options)

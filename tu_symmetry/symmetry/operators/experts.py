@@ -1,8 +1,8 @@
 """Rows that are dealt out to experts with stacked weights, so that each expert has units of its own.
 
-Which expert made a row, only numbers tell. What becomes of rows is followed as if all experts made all of them, along an
-axis in front, for as long as operators treat each row by itself. Any other operator reads rows of which nothing tells
-who made them.
+Which expert made a row, only numbers tell. What becomes of rows is followed as if all experts made all of them, along
+an axis in front, for as long as operators treat each row by itself. Any other operator reads rows of which nothing
+tells who made them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 REASON = "rows are dealt out to experts"
 GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")
 register_rule(*GROUPED, positions="read", traits=("spreads",))(unknown)
-ENTRIES = frozenset(
-    "silu gelu relu sigmoid tanh elu leaky_relu softplus mish quick_gelu hardtanh clamp clamp_min clamp_max square pow exp "
-    "neg add sub mul div to _to_copy type_as contiguous clone alias detach dropout".split()
+_SPELLED = (
+    "silu gelu relu sigmoid tanh elu leaky_relu softplus mish quick_gelu hardtanh clamp clamp_min clamp_max square pow "
+    "exp neg add sub mul div to _to_copy type_as contiguous clone alias detach dropout"
 )
-VIEWS = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split())
-PIECES = frozenset("chunk split split_with_sizes slice narrow".split())
-PRODUCTS = frozenset("linear matmul bmm mm".split())
+ENTRIES = frozenset(_SPELLED.split())
+VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze"))
+PIECES = frozenset(("chunk", "split", "split_with_sizes", "slice", "narrow"))
+PRODUCTS = frozenset(("linear", "matmul", "bmm", "mm"))
 
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
     """A tensor of which each position along the first axis was made by one of several experts.
 
-    ``whole`` has the experts along an axis in front; what is dealt out alike has the same ``dealing``. The units of experts
-    are those that ``index`` names, if it does.
+    ``whole`` has the experts along an axis in front; what is dealt out alike has the same ``dealing``. The units of
+    experts are those that ``index`` names, if it does.
     """
 
     whole: Value
@@ -99,9 +100,8 @@ def _by_offsets(call: Call, dealing: object, apply: Callable[[Call], list[Value]
     if isinstance(a, Dealt) and a.dealing is not dealing:
         a = gathered(call.ledger, a)
     rows = a.whole if isinstance(a, Dealt) else views.expand(call.ledger, a, (b.shape[0], *a.shape))
-    product = replace(
-        call, operator="aten.bmm", arguments={"self": rows, "mat2": b}, outputs=[(b.shape[0], *call.shape)]
-    )
+    outputs = [(b.shape[0], *call.shape)]
+    product = replace(call, operator="aten.bmm", arguments={"self": rows, "mat2": b}, outputs=outputs)
     return [Dealt(v, dealing, call["offs"]) for v in apply(product)]
 
 
@@ -112,7 +112,7 @@ def _by_number(call: Call, dealing: object) -> list[Dealt] | None:
         return None
     if call.constants["indices"][0] is not None or call.dtypes["indices"][0] == torch.bool:
         return None
-    for axis in range(1, value.ndim if value.ndim > 2 else 1):
+    for axis in range(1, value.ndim):
         if value.shape[axis] > 1:
             value = call.ledger.nest(value, axis, [0])
     laid = views.laid(value, [0, *range(2, value.ndim + 1)], value.ndim + 1)

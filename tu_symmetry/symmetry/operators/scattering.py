@@ -119,11 +119,9 @@ def _index_put(call: Call) -> Value:
     if values.zero:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
     numbers = call.constants["values"]
-    if index.shape == value.shape and moving(index.labels[0]) and value.fill is None and numbers is not None:
-        if numbers.shape == value.shape and bool((numbers == torch.arange(len(numbers)).to(numbers)).all()):
-            return replace(
-                views.uniform(value.shape), fill=None, labels=((),), points=index.labels[0]
-            )  # the inverse order
+    inverse = numbers is not None and numbers.ndim == 1 and numbers.tolist() == list(range(value.shape[0]))
+    if inverse and value.ndim == 1 and moving(index.labels[0]) and value.fill is None:  # of an order of rows
+        return Value(value.shape, ((),), ("",), points=index.labels[0])
     if positions is not None and not accumulate:
         return overwritten(ledger, value, axis, positions, source)
     target = meet(call.ledger, value, axis, index, "written to by position")
