@@ -94,6 +94,6 @@ def test_experts_of_decoders(name: str, options: dict[str, int | None], units: i
     graph = tus.discover_symmetries(model, tokens)
     tus.verify_symmetries(graph, model, tokens, on_failure="raise")
     layers = 1 if name == "DeepseekV3" else 2
-    own = [g.shape for g in graph.permutations if any("experts.down_proj" in m.parameter for m in g.members)]
+    own = [g.shape for g in graph.permutations if any("mlp.experts.down_proj" in m.parameter for m in g.members)]
     expected = [(4,), (4, units)] if movable else [(units,)] * 4
     assert sorted(s for s in own if s != (24,)) == sorted(expected * layers)

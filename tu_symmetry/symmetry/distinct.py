@@ -97,7 +97,7 @@ def linear_in(name: str, traits: frozenset[str], operands: Mapping[str, Value], 
     if operands.keys() & {"bias"} or {"mat1", "mat2"} <= operands.keys():
         return 0
     found = 0
-    for value in values:
+    for value in (v for v in values if values.count(v) == 1):
         found |= value.linear_in & ~dependence(v for v in seen if v is not value)
     return found
 
