@@ -45,6 +45,11 @@ def first_in_order(m: Any, x: Tensor, chosen: Tensor) -> Tensor:
     return in_order(m, x, chosen) + x[chosen.sort()[1]][:1].mean()
 
 
+def beside_each_other(m: Any, x: Tensor, chosen: Tensor) -> Tensor:
+    rows = x[chosen.sort()[1]]
+    return in_order(m, x, chosen) + (rows * rows.roll(1, 0)).mean()
+
+
 def counted(m: Any, x: Tensor, chosen: Tensor) -> Tensor:
     return in_order(m, x, chosen) + torch.histc(chosen.float(), 3, 0, 2).cumsum(0)[0]
 
@@ -102,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], Groups]] = {
     "rows in order": (lambda: routed(in_order, nn.Linear(5, 3)), TOGETHER),
     "a router without bias": (lambda: routed(in_order, nn.Linear(5, 3, bias=False)), APART),  # blank rows name the first
     "the first row in order": (lambda: routed(first_in_order, nn.Linear(5, 3)), APART),
+    "rows beside each other": (lambda: routed(beside_each_other, nn.Linear(5, 3)), APART),
     "counts of rows": (lambda: routed(counted, nn.Linear(5, 3)), APART),
     "rows that meet": (lambda: routed(of_rows, nn.Linear(5, 3)), ALIKE),
     "units in ascending order": (lambda: routed(sorted_units, nn.Linear(5, 3)), ALIKE),

@@ -61,8 +61,9 @@ def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[Permu
 
 
 def _told_apart(classes: Classes, coloring: Coloring, rows: Array) -> bool:
-    """Whether rows are not all alike."""
-    return bool(classes.fixed[rows].any()) or len(distinct(coloring.colors[rows])) > 1
+    """Whether rows are not all alike, or have met each other."""
+    met = len(distinct(rows)) < len(rows)
+    return met or bool(classes.fixed[rows].any()) or len(distinct(coloring.colors[rows])) > 1
 
 
 def _named(forest: Forest, members: Members, order: Sequence[str]) -> list[PermutationGroup]:
