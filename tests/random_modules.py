@@ -247,6 +247,12 @@ batched 0.8 23
     a = x.flatten(0, -2); z = torch.bmm(@copies, self.u.transpose(1, 2)){ | + self.c.unsqueeze(1)};
         a, c = {z.chunk(2, -1) | z[..., ::2], z[..., 1::2]}; z = a * torch.sigmoid(c); @gates <- u=[E, 2 * V, N]; c=[E, 2 * V];
         d=[E, V, O]; g=(N, E)
+dealt 0.8 23
+    a = x.flatten(0, -2); c = self.g(a).{argmax(-1) | softmax(-1).topk(1)[1].flatten()};
+        {c, order = c.sort(); a = a[order] | order = torch.arange(len(a))}; z = (self.u[c] @ a[..., None]).squeeze(-1);
+        {z = z | z = z + self.c[c] | z = z + z.roll(1, 0)}; z = @plain; r = torch.bmm(self.d[c], z[..., None])[..., 0];
+        r = torch.zeros_like(r).index_add(0, order, r).view(LEAD, O) <- u=[E, V, N]; c=[E, V]; d=[E, O, V];
+        g=nn.Linear(N, E{ | , bias=False})
 
 convolution 4 4
     self.l(x) <- l=nn.Conv2d(N, O, {1 | 1, bias=False | 3, padding=1 | 3, padding=1, padding_mode='circular'})

@@ -384,7 +384,7 @@ def dealt_out(m: Any, x: Tensor) -> Tensor:
     return m.c(torch.zeros(*x.shape[:-1], 4).to(x).index_add(0, order // 2, down))
 
 
-row("experts by offsets", dealt_out, [8, 6, 4], 19, 0, ((9, 5),), router=(5, 3), up=weight(3, 12, 8),
+row("experts by offsets", dealt_out, [8, 3, (3, 6), 4], 31, 0, ((9, 5),), router=(5, 3), up=weight(3, 12, 8),
     down=weight(3, 4, 6), c=(4, 3))  # fmt: skip
 
 

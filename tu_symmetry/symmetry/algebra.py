@@ -51,6 +51,8 @@ class Value:
     statistic: bool = False  # a norm, a deviation and the like: it may be given an epsilon
     proofs: tuple[Proof, ...] = ()  # that entries are different numbers
     depends: int = 0  # the witnesses that the entries depend on, as bits
+    linear_in: int = 0  # those in each of which they are linear
+    nonzero: bool = False  # whether no vector along the last axis is zero throughout
 
     @property
     def ndim(self) -> int:

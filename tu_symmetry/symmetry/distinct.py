@@ -6,16 +6,22 @@ pinned unless the operators' traits prove that entries differ for almost all wei
 A witness is a parameter of independent entries that, with everything else held fixed, moves the entry at each unit by
 itself and strictly monotonically: a bias, for the outputs of its layer. It stays one under injective operators and in a
 sum with what does not depend on it. What is different without one (outputs of a layer without bias, whose inputs are
-different numbers) is different until it is summed.
+different numbers, or not all zero) is different until it is summed.
+
+For almost all weights a row of a table is not zero, nor is its sum with what is linear in weights that it does not
+depend on, as a residual stream makes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from tu_symmetry.symmetry.algebra import Array, Proof, Value, among, moving, units_of
 
 NOBODY = 0  # the witness of what is different by other reasons
+PRODUCTS = ("linear", "matmul", "mm")  # of vectors along the last axis of the first tensor
 ANYTHING = -1  # all bits: what a tensor may depend on of which nothing is known
 
 
@@ -33,7 +39,7 @@ def dependence(values: Iterable[Value]) -> int:
 
 
 def proven(
-    traits: frozenset[str], operands: Mapping[str, Value], outputs: Sequence[Value], axes: Sequence[int]
+    name: str, traits: frozenset[str], operands: Mapping[str, Value], outputs: Sequence[Value], axes: Sequence[int]
 ) -> tuple[Proof, ...]:
     """What can be said of an operator's result.
 
@@ -41,13 +47,13 @@ def proven(
     ``distinct`` one normalizes: along others (the batch) each unit loses what is its own.
     """
     here = units_of([label for v in outputs for label in v.labels])
-    found = _found(traits, operands, outputs[0], axes)
+    found = _found(name, traits, operands, outputs[0], axes)
     kept = [Proof(p.units[among(p.units, here)], p.witness) for p in found]
     return tuple(p for p in kept if len(p.units))
 
 
 def _found(
-    traits: frozenset[str], operands: Mapping[str, Value], output: Value, axes: Sequence[int]
+    name: str, traits: frozenset[str], operands: Mapping[str, Value], output: Value, axes: Sequence[int]
 ) -> Sequence[Proof]:
     values = list(operands.values())
     if not values:
@@ -69,7 +75,7 @@ def _found(
         if "distinct" in traits:
             own = [units_of([output.labels[k]]) for k in axes]
             found += [Proof(units[among(units, different(first))], NOBODY) for units in own]
-        elif all(map(_all_different, rest)):
+        elif all(map(_all_different, rest)) or (name in PRODUCTS and first.nonzero and all(map(_is_weight, rest[1:]))):
             found.append(Proof(units_of(output.labels), NOBODY))
     if bias is not None and not bias.depends & others:
         # the bias lies along an axis of its length; along none where that does not tell which one it is
@@ -79,6 +85,45 @@ def _found(
         held = units_of(along if len(along) == 1 else [])
         found += [Proof(held, p.witness) for p in _witnessed(bias)]
     return found
+
+
+def linear_in(name: str, traits: frozenset[str], operands: Mapping[str, Value], seen: Sequence[Value]) -> int:
+    """The witnesses in each of which a result is linear; ``seen`` are all tensors that are read."""
+    values = list(operands.values())
+    if name in ("add", "sub") and len(values) == 2:
+        return values[0].linear_in & values[1].linear_in
+    if not traits & {"moves", "picks", "spreads"} and name not in ("mul", "sum", "mean", "neg"):
+        return 0
+    if operands.keys() & {"bias"} or {"mat1", "mat2"} <= operands.keys():
+        return 0
+    found = 0
+    for value in (v for v in values if values.count(v) == 1):
+        found |= value.linear_in & ~dependence(v for v in seen if v is not value)
+    return found
+
+
+def nonzero(
+    name: str, traits: frozenset[str], operands: Mapping[str, Value], given: Mapping[str, Any], last: int
+) -> bool:
+    """Whether no vector along the last axis of a result, of length ``last``, is zero throughout."""
+    first, *more = operands.values()
+    if "same" in traits:
+        return first.nonzero and first.shape[-1:] == (last,)
+    if name in ("embedding", "rsqrt", "exp", "softmax"):
+        return name != "embedding" or (first.nonzero and given["padding_idx"] < 0)
+    if "bias" in operands and "spreads" in traits:
+        return bool(operands["bias"].linear_in & ~dependence(v for v in operands.values() if v is not operands["bias"]))
+    if name == "mul" and not more:
+        return first.nonzero and isinstance(given["other"], (int, float)) and given["other"] not in (0, math.inf)
+    if len(more) != 1 or name not in ("add", "mul", *PRODUCTS):
+        return False
+    (second,) = more
+    pairs = ((first, second), (second, first)) if name in ("add", "mul") else ((first, second),)
+    if name == "add":
+        return any(a.nonzero and b.linear_in & ~a.depends for a, b in pairs)
+    own = any(b.linear_in == b.depends and b.depends and not b.depends & a.depends for a, b in pairs)
+    number = name == "mul" and (1,) in (first.shape[-1:], second.shape[-1:])
+    return first.nonzero and second.nonzero and (own or number)
 
 
 def _witnessed(value: Value) -> list[Proof]:
@@ -95,6 +140,10 @@ def _shifted(value: Value, other: Value, output: Value) -> list[Proof]:
             if len(own) and among(own, proof.units).all():
                 found.append(Proof(units_of([output.labels[-k]]), proof.witness))
     return found
+
+
+def _is_weight(value: Value) -> bool:
+    return value.linear_in == value.depends and _all_different(value)
 
 
 def _all_different(value: Value) -> bool:

@@ -20,6 +20,8 @@ from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, amon
 from tu_symmetry.symmetry.extraction.classes import joined
 from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
 from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
+from tu_symmetry.symmetry.operators import experts
+from tu_symmetry.symmetry.operators.experts import Dealt
 from tu_symmetry.symmetry.operators.indexing import picked
 from tu_symmetry.symmetry.operators.scattering import overwritten
 from tu_symmetry.symmetry.reading import Reading, pin_unseen
@@ -89,6 +91,7 @@ class _Interpreter:
         self.root: dict[Node, Node] = {}  # for a view the node whose memory it shares
         self.order = {node: k for k, node in enumerate(module.graph.nodes)}
         self.compares = any(map(finds_positions, module.graph.nodes))
+        self.counted = nodes.counted(module.graph)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         *before, output = self.module.graph.nodes
@@ -108,15 +111,20 @@ class _Interpreter:
         """What a rule sees: parameters and constant tensors as values."""
         if isinstance(held, Parameter):
             return self.ledger.parameter(held.name, held.shape, scales=held.scales)
+        if isinstance(held, Dealt):
+            return experts.gathered(self.ledger, held)
         return self._constant(held) if isinstance(held, Tensor) else held
 
     def _known(self, node: Node) -> Any:
         """What a rule sees of a node; of a constant that follows sizes, nothing."""
         held = self.env[node]
+        if isinstance(held, Dealt):
+            return held
         value = self._value(held.to("meta") if node.name in self.following.constants else held)
         if isinstance(held, Parameter) and held.trained and self.compares:  # its entries are different numbers
             witness = 1 << list(self.ledger.parameters).index(held.name)
-            return replace(value, proofs=(Proof(units_of(value.labels), witness),), depends=witness)
+            proofs = (Proof(units_of(value.labels), witness),)
+            return replace(value, proofs=proofs, depends=witness, linear_in=witness, nonzero=True)
         if isinstance(value, Value) and value.sole and len(node.users) > 1:
             return replace(value, sole=False)
         return value
@@ -172,8 +180,12 @@ class _Interpreter:
             return
         read = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
         traits = nodes.traits_of(node)
+        if node in self.counted:  # it tells no more than what it counts
+            self.env[node] = self.env[self.counted[node]]
+            return
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        if not draws and not any(isinstance(h, (Value, Parameter)) for h in tree_leaves([self.env[a] for a in read])):
+        held = tree_leaves([self.env[a] for a in read])
+        if not draws and not any(isinstance(h, (Value, Parameter, Dealt)) for h in held):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             with torch.no_grad():
                 self.env[node] = target(*arguments, **options)
@@ -189,13 +201,18 @@ class _Interpreter:
                 self._keep(node, [pinned_value(shape, "squares") for shape in shapes_of(node)])
                 return
             if source := nodes.sum_of_squares(node):
-                name, bound = "aten.linalg_vector_norm", bound | {"self": self._known(source)}
+                whole = self._known(source)
+                whole = self._value(whole) if isinstance(whole, Dealt) else whole
+                name, bound = "aten.linalg_vector_norm", bound | {"self": whole}
         self._note(node, traits)
         for axis in (axis for name, axis in self.following.cuts if name == node.name):
             whole = self._value(self.env[node.all_input_nodes[0]])  # nothing is known of where other inputs cut
             self.ledger.pin_label(whole.labels[axis], FOLLOWS, axis)
             self.ledger.alike_along(whole, axis)
         points = self._points(name, bound)
+        # a parameter that comes twice is no longer free to be nested as one of its places asks
+        parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
+        self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
         call = Call(
             self.ledger,
             name,
@@ -205,9 +222,16 @@ class _Interpreter:
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
         )
-        # a parameter that comes twice is no longer free to be nested as one of its places asks
-        parameters = [self.env[a].name for a in read if isinstance(self.env[a], Parameter)]
-        self.ledger.used |= {name for name in parameters if parameters.count(name) > 1}
+        if (dealt := experts.dealt(call, self._dealing(node), _apply)) is not None:
+            self.ledger.used |= set(parameters)
+            wholes = {n: held.whole if isinstance(held, Dealt) else held for n, held in known.items()}
+            facts = self._facts(node, traits, given, wholes, [rows.whole for rows in dealt])
+            facts = {name: facts[name] for name in ("depends", "linear_in")}
+            self._deal(node, [replace(rows, whole=_with(rows.whole, facts)) for rows in dealt])
+            return
+        gathered = {held: self._value(held) for held in known.values() if isinstance(held, Dealt)}
+        bound, known = tree_map_only(Dealt, gathered.__getitem__, (bound, known))
+        call = replace(call, arguments=bound)
         marked = len(self.ledger.marks)
         values = _apply(call)
         self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
@@ -230,6 +254,28 @@ class _Interpreter:
         for value in values:
             self.ledger.observe(value)
         self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
+
+    def _dealing(self, node: Node) -> Node:
+        """What tells which expert makes which row: the index that finds its weights, or offsets of rows in order."""
+        given = arguments_of(node)
+        index = next((n for name in ("offs", "indices") for n in tree_leaves(given.get(name)) if n is not None), node)
+        return self.counted.get(index, index)
+
+    def _deal(self, node: Node, dealt: list[Dealt]) -> None:
+        """Keep what is dealt out; all that shares memory with what is written to has to have been read already."""
+        for rows in dealt:
+            self.ledger.observe(rows.whole)
+        self.env[node] = dealt if isinstance(node.meta.get("val"), (tuple, list)) else dealt[0]
+        self._alias(node)
+        written = node.args[0]
+        if writes(node.target) and isinstance(written, Node):
+            root = self.root.get(written, written)
+            alike = [n for n in self.env if n is root or self.root.get(n) is root]
+            if any(self.order[u] > self.order[node] for n in alike if n not in (written, node) for u in n.users):
+                self.env[node] = self._value(dealt[0])
+                self._write(node, written)
+            else:
+                self.env[written] = self.env[node]
 
     def _piece(self, node: Node) -> None:
         source, position = node.args
@@ -266,7 +312,7 @@ class _Interpreter:
 
     def _inner(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         found = _Interpreter(self.ledger, module, self.reading).run(inputs)
-        return [replace(v, depends=distinct.ANYTHING) if isinstance(v, Value) else v for v in found]
+        return [replace(v, depends=distinct.ANYTHING, linear_in=0) if isinstance(v, Value) else v for v in found]
 
     # -- what is known of tensors beside their labels -----------------------------------------------------------
 
@@ -311,14 +357,20 @@ class _Interpreter:
             "sole": moves and apart and len(inputs) == 1 and self._is_sole(node, inputs[0]),
             "proofs": (),
             "depends": distinct.dependence(v for v in known.values() if isinstance(v, Value)),
+            "linear_in": 0,
         }
         if self.compares and outputs:
             floats = [n for n in inputs if is_continuous(n.meta["val"])]
             kept = all(nodes.keeps_digits(node, n.meta["val"]) for n in floats)
             operands = {name: known[n] for name, n in _named(given) if n in floats}
+            name = rule_name_of(node.target).removeprefix("aten.")
             dim, normalized = given.get("dim"), given.get("normalized_shape") or ()
             axes = [*([dim] if isinstance(dim, int) else []), *range(-len(normalized), 0)] if outputs[0].ndim else []
-            facts["proofs"] = distinct.proven(traits if kept else frozenset(), operands, outputs, axes)
+            facts["proofs"] = distinct.proven(name, traits if kept else frozenset(), operands, outputs, axes)
+            facts["linear_in"] = distinct.linear_in(name, traits, operands, seen)
+            facts["nonzero"] = bool(operands and outputs[0].ndim) and distinct.nonzero(
+                name, traits, operands, given, outputs[0].shape[-1]
+            )
         return facts
 
     def _is_sole(self, node: Node, source: Node) -> bool:
@@ -480,7 +532,7 @@ def _changed(held: Any, *, zero: bool, depends: int) -> Any:
     """What stands for memory that was written to elsewhere (with zeros): less is known of it."""
     if not isinstance(held, Value):
         return held
-    return replace(held, zero=held.zero and zero, proofs=(), depends=depends)
+    return replace(held, zero=held.zero and zero, proofs=(), depends=depends, linear_in=0, nonzero=False)
 
 
 def _with(value: Value, facts: dict[str, Any]) -> Value:

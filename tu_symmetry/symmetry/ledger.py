@@ -73,6 +73,7 @@ class Ledger:
     bindings: list[Binding] = field(default_factory=list)
     pins: list[tuple[Array, str]] = field(default_factory=list)  # units that stay where they are, and why
     marks: list[Mark] = field(default_factory=list)
+    orders: list[tuple[Array, Array]] = field(default_factory=list)  # rows that stand in the order of other units
     nestings: list[tuple[Array, Array]] = field(default_factory=list)  # units, and blocks that these alone tell
     seen: list[Seen] = field(default_factory=list)
     constraints: list[tuple[Term, ...]] = field(default_factory=list)  # sums of scale terms that vanish

@@ -146,6 +146,28 @@ def finds_positions(node: torch.fx.Node) -> bool:
     return counts and any(isinstance(t, Tensor) and is_continuous(t) for t in read)
 
 
+def counted(graph: torch.fx.Graph) -> dict[torch.fx.Node, torch.fx.Node]:
+    """The nodes that count numbers in ascending order, for grouped products alone, by what they count."""
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        chain: list[torch.fx.Node] = []
+        source: Any = arguments_of(node).get("offs") if isinstance(node.target, torch._ops.OpOverload) else None
+        for name in ("cumsum", "histc", "to"):
+            alone = isinstance(source, torch.fx.Node) and len({user.target for user in source.users}) == 1
+            if (
+                alone
+                and isinstance(source.target, torch._ops.OpOverload)
+                and rule_name_of(source.target) == f"aten.{name}"
+            ):
+                chain.append(source)
+                source = source.args[0]
+        if len(chain) > 1 and source.target is operator.getitem and source.args[1] == 0:
+            size = chain[0].meta["val"].shape[0]
+            if rule_name_of(source.args[0].target) == "aten.sort" and chain[1].args[1:] == (size, 0, size - 1):
+                found |= dict.fromkeys(chain, source)
+    return found
+
+
 def keeps_digits(node: torch.fx.Node, given: Tensor) -> bool:
     """Whether the first output keeps all digits of an operand: numbers that are cut to fewer may become equal."""
     held = [t for t in outputs_of(node) if isinstance(t, Tensor)][:1]

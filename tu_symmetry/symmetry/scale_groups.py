@@ -7,7 +7,7 @@ of the same tensors with the same exponents form one group, oriented so that par
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,7 +33,8 @@ def scale_groups(
     expanded = {name: system.expand(ledger.parameters[name].scale, len(shapes[name])) for name in held}
     epsilons = {f"epsilon {k}": system.expand(((1.0, v),), v.ndim) for k, v in enumerate(ledger.inexact)}
     idle = buffers | epsilons.keys()  # what meets an epsilon is followed as if it were one more buffer
-    expanded = _with_normalizations(_without_redundant(expanded | epsilons), idle)
+    expanded = _with_normalizations(_without_redundant(expanded | epsilons, epsilons), idle)
+    expanded = _without_redundant(expanded, epsilons)
     alike = _alike(expanded)
     inexact = [distinct(array) for name in epsilons for _, array in expanded.pop(name)]
     scales: list[_Family] = []
@@ -159,7 +160,7 @@ def _by_parts(alike: list[_Alike]) -> dict[tuple[Part, ...], Array]:
     return {parts: np.concatenate(variables) for parts, variables in found.items()}
 
 
-def _without_redundant(expanded: Expanded) -> Expanded:
+def _without_redundant(expanded: Expanded, epsilons: Collection[str]) -> Expanded:
     """The log-scales without factors of whole tensors that change nothing, or what those of one axis do together."""
     alike = _alike(expanded)
     whole: dict[int, dict[str, float]] = {}
@@ -179,7 +180,13 @@ def _without_redundant(expanded: Expanded) -> Expanded:
         covers = all(any(among(a, variables).all() for c, a in expanded[name]) for name in names)
         return covers and len({c / net[name] for name, _, c in shared}) == 1
 
-    gone = [v for v, net in whole.items() if not net or any(together(net, *other) for other in by_parts.items())]
+    acts = {v: tuple(item for item in net.items() if item[0] not in epsilons) for v, net in whole.items()}
+    once = {acts[v]: v for v in sorted(whole, key=lambda v: len(whole[v]))}  # of several that do the same, one remains
+    gone = [
+        v
+        for v, net in whole.items()
+        if not net or once[acts[v]] != v or any(together(net, *other) for other in by_parts.items())
+    ]
     if not gone:
         return expanded
     return {

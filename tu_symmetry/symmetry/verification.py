@@ -302,7 +302,8 @@ class _Base:
 
     @property
     def allowed(self) -> float:
-        return max(TOLERANCE, 256 * self.probe.epsilon)
+        mixed = 4 if self.probe.gains else 1  # what a stream's rotation rounds, all layers round again
+        return max(TOLERANCE, 256 * mixed * self.probe.epsilon)
 
     def _perturb(self, outputs: list[Tensor], draws: int, generator: torch.Generator) -> list[Tensor]:
         """Measure sensitivities by noise on the weights; returns the outputs of the weights as they are in the end."""

@@ -3,6 +3,7 @@
 from tu_symmetry.symmetry.operators import (  # noqa: F401
     contractions,
     convolutions,
+    experts,
     indexing,
     normalizations,
     pointwise,

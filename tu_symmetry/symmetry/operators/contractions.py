@@ -216,24 +216,6 @@ def _kronecker(call: Call) -> Value:
     return views.reshape(call.ledger, product, call.shape)
 
 
-@register_rule("_grouped_mm", "transformers.grouped_mm_fallback", signs="follow")
-def _grouped(call: Call) -> Value:
-    """Rows of one matrix by one matrix of several, which one is decided by offsets: experts share their units."""
-    (a, b), ledger = call.tensors[:2], call.ledger
-    call.pin("offs", "offsets of experts")
-    call.pin("bias", "bias of experts")
-    if (a.ndim, b.ndim) != (2, 3):
-        return unknown(call)
-    fresh = ledger.fresh(b) or b.sole
-    a = views.mix(ledger, a, 0, "rows are dealt out to experts")
-    one = views.at_first(ledger, views.mix(ledger, b, 0, "experts are told apart by offsets"), 0)
-    if fresh:  # a factor on all experts is what their outputs offer already
-        ledger.pin_scale(tuple(t for t in one.scale if t[1].size == 1))
-        one = replace(one, scale=tuple(t for t in one.scale if t[1].size > 1), sole=True)
-    result = contract(call, [a, one], ["xy", "yz"], "xz")
-    return ledger.unscaled(result) if call.get("bias") is not None else result
-
-
 def _matrix(call: Call) -> Value:
     """A matrix, or several, with rows that are the same for all columns, and columns that are for all rows."""
     value = call.tensors[0]

@@ -12,19 +12,20 @@ import torch
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Value, along
+from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
 
-def meet(call: Call, value: Value, axis: int, index: Value, reason: str) -> Value:
+def meet(ledger: Ledger, value: Value, axis: int, index: Value, reason: str) -> Value:
     """The value before a look-up along an axis, which is tied to what the index names; nothing else depends on it."""
     points = index.points
     if points and points[0].size == value.shape[axis] and value.labels[axis]:
         laid = tuple(along(c, axis, value.ndim) for c in points)
-        label = call.ledger.unify(value.labels[axis], laid, value.reasons[axis], reason)
+        label = ledger.unify(value.labels[axis], laid, value.reasons[axis], reason)
         value = replace(value.with_axis(axis, label=label), parameter=None)
-        return call.ledger.alike_along(views.unnest(call.ledger, value, axis), axis)
-    call.ledger.pin_label(points, reason)
-    return views.mix(call.ledger, value, axis, reason)
+        return ledger.alike_along(views.unnest(ledger, value, axis), axis)
+    ledger.pin_label(points, reason)
+    return views.mix(ledger, value, axis, reason)
 
 
 def picked(constant: object, size: int) -> np.ndarray | None:
@@ -52,7 +53,7 @@ def _look_up(call: Call, value: Value, axis: int, index: Value, constant: object
     positions = picked(constant, value.shape[axis])
     if positions is not None:
         return views.take(call.ledger, value, axis, positions)
-    row = views.drop(call.ledger, meet(call, value, axis, index, reason), axis)
+    row = views.drop(call.ledger, meet(call.ledger, value, axis, index, reason), axis)
     laid = _inserted(call, row, axis, index.ndim)
     before, after = (1,) * axis, (1,) * (row.ndim - axis)
     for k, label in enumerate(index.labels):
@@ -109,7 +110,7 @@ def _gather(call: Call) -> Value:
     axis = call.axis()
     if call.name == "gather" and any(index.shape[k] < n for k, n in enumerate(value.shape) if k != axis):  # a part
         return unknown(call)
-    value = meet(call, value, axis, index, "gathered")
+    value = meet(call.ledger, value, axis, index, "gathered")
     row = views.drop(call.ledger, value, axis, keep=True)
     return replace(joined(call, [row, index], axis, index.labels[axis], index.reasons[axis]), scale=value.scale)
 

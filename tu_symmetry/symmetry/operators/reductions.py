@@ -155,7 +155,21 @@ def _fourier(call: Call) -> Value:
     return replace(views.mix(call.ledger, value, axes, "Fourier transform along the axis"), shape=call.shape)
 
 
-@register_rule("sort", "topk", "argsort")
+@register_rule("sort", positions="read")
+def _ordered(call: Call) -> list[Value]:
+    """Positions in ascending order: which rows come first tells how the units that they name are numbered."""
+    value, ledger = call["self"], call.ledger
+    if value.ndim != 1 or not value.points:
+        ledger.pin_label(value.points, "ordered by its number")
+        return _sort(call)
+    rows = ledger.fresh_units(value.shape[0])
+    ledger.orders.append((rows, units_of([value.points])))
+    views.drop(ledger, value, 0)
+    found = Value(value.shape, ((rows,),), ("",))
+    return [replace(found, points=value.points), found]
+
+
+@register_rule("topk", "argsort")
 def _sort(call: Call) -> list[Value]:
     value: Value = call["self"]
     axis = call.axis(default=-1)

@@ -50,7 +50,7 @@ def _scatter(call: Call) -> Value:
     if whole or any(index.shape[k] < n for k, n in enumerate(value.shape) if k != axis):  # a part is written
         return unknown(call)
     reduce = "add" if call.name == "scatter_add" else call.get("reduce", "")
-    target = meet(call, value, axis, index, "written to by position")
+    target = meet(call.ledger, value, axis, index, "written to by position")
     label, reason = target.labels[axis], target.reasons[axis]
     arriving = [replace(part, points=()) for part in (index, given) if isinstance(part, Value)]
     if len(arriving) == 2 and reduce in SYMMETRIC:
@@ -68,7 +68,7 @@ def _scatter(call: Call) -> Value:
 @register_rule("index_add", positions="read", signs="follow")
 def _index_add(call: Call) -> Value:
     axis, given = call.axis(), call["source"]
-    target = meet(call, call["self"], axis, call["index"], "written to by position")
+    target = meet(call.ledger, call["self"], axis, call["index"], "written to by position")
     return _arrived(call, target, given, axis, given, sums=True)
 
 
@@ -118,9 +118,13 @@ def _index_put(call: Call) -> Value:
     source = views.expand(ledger, views.pad_left(values, value.ndim), value.with_axis(axis, size=count).shape)
     if values.zero:
         source = replace(source, scale=tuple((c, v.take([0], axis)) for c, v in value.scale))
+    numbers = call.constants["values"]
+    inverse = numbers is not None and numbers.ndim == 1 and numbers.tolist() == list(range(value.shape[0]))
+    if inverse and value.ndim == 1 and moving(index.labels[0]) and value.fill is None:  # of an order of rows
+        return Value(value.shape, ((),), ("",), points=index.labels[0])
     if positions is not None and not accumulate:
         return overwritten(ledger, value, axis, positions, source)
-    target = meet(call, value, axis, index, "written to by position")
+    target = meet(call.ledger, value, axis, index, "written to by position")
     if not accumulate:
         ledger.pin(replace(index, points=()), "an index")
     return _arrived(call, target, source, axis, values, sums=accumulate)

@@ -34,7 +34,7 @@ class Probe:
         self.others: tuple[Probe, ...] = ()
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
-        self._guarded, self._dead, self._ones = True, False, frozenset[str]()
+        self._guarded, self._dead, self.gains = True, False, frozenset[str]()
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
     @classmethod
@@ -73,7 +73,7 @@ class Probe:
     def folded(self, gains: Collection[str]) -> Probe:
         """The same network with ones in some of its weights: gains that are folded into what reads them."""
         probe = copy.copy(self)
-        probe._ones, probe.others = frozenset(gains), tuple(p.folded(gains) for p in self.others)
+        probe.gains, probe.others = frozenset(gains), tuple(p.folded(gains) for p in self.others)
         return probe
 
     def _with(self, example: Example) -> Probe:
@@ -90,13 +90,13 @@ class Probe:
                 if "eps" in key and isinstance(value, float):
                     setattr(part, key, ALMOST_ZERO)
         probe = Probe(module, self.args, self.kwargs)
-        probe._guarded, probe._ones = False, self._ones
+        probe._guarded, probe.gains = False, self.gains
         return probe
 
     def random_state(self, generator: torch.Generator, constants: Container[str]) -> dict[str, Tensor]:
         """Random weights for the network, see :func:`~.weights.random_state`."""
         state = random_state(self.module, generator, constants)
-        for name in self._ones:
+        for name in self.gains:
             state[name].fill_(1.0)
         if self._dead:
             for name, tensor in state.items():
