@@ -38,7 +38,12 @@ DECODERS = [
     ("Mistral", {"head_dim": 6}, PLAIN, 2 * 72),
     ("Phi3", {}, PLAIN, 2 * 72),
     ("Granite", {}, PLAIN, 2 * 72),
-    ("Mixtral", {"num_local_experts": 4}, PLAIN + 2 * (4 * 20 - GATED), 2 * 72),  # each expert has inner units of its own
+    (
+        "Mixtral",
+        {"num_local_experts": 4},
+        PLAIN + 2 * (4 * 20 - GATED),
+        2 * 72,
+    ),  # each expert has inner units of its own
     # norms of queries and of keys have gains: each of 2 + 4 heads and both gains turn their 3 pairs, two ways cancel
     ("Qwen3", {"head_dim": 6}, PLAIN + 2 * (6 * 3 + 3 - PAIRS) - 2 * 3, 2 * 72),
     ("Qwen3Moe", MOE, PLAIN + 2 * (6 * 3 + 3 - PAIRS) - 2 * 3 + 2 * (4 * 12 - GATED), 2 * 72),
@@ -59,13 +64,13 @@ DECODERS = [
     ("GPT2", GPT2, 1 + 2 * (2 * NORM + 24 + 24), 2 * 4 * (36 + 36)),
     ("DeepseekV3", LATENT, 388, 2 * 4 * (36 + 36)),
 ]
-# blocks of groups of other matrices: of the stream where all gains are equal, and of pairs under rotary positions, which
-# the gains of norms of queries and keys keep (here a head of StableLM has no whole pair)
+# blocks of groups of other matrices: of the stream where all gains are equal, and of pairs under rotary positions, but
+# gains of norms of queries and keys keep from it (here a head of StableLM has no whole pair)
 PAIRED = {"orthogonal": 1, "complex": 2 * PAIRS}
 ROTATED = dict.fromkeys(
     ("Llama", "Qwen2", "Mistral", "Phi3", "Granite", "Mixtral", "GptOss", "Gemma", "Gemma2"), PAIRED
 ) | {
-    **dict.fromkeys(("Qwen3", "Qwen3Moe", "Gemma3Text", "Olmo2"), {"orthogonal": 1}),
+    **{name: {"orthogonal": 1} for name in ("Qwen3", "Qwen3Moe", "Gemma3Text", "Olmo2")},
     "Cohere2": {"complex": 2 * PAIRS},  # its norm subtracts a mean by hand
     "Starcoder2": {"centered": 1, "complex": 2 * PAIRS},
     "GPTNeoX": {"centered": 1, "complex": 2 * 4},
@@ -98,7 +103,7 @@ def test_decoders(name: str, options: dict[str, int], signs: int, entries: int) 
 # name, options, groups of the experts' own units in each layer, whether the experts may be permuted
 DEALT = [
     ("Mixtral", {"num_local_experts": 4, "pad_token_id": None}, 20, True),
-    ("Mixtral", {"num_local_experts": 4}, 20, False),  # the embedding of padding is zero, and so are the router's outputs
+    ("Mixtral", {"num_local_experts": 4}, 20, False),  # the embedding of padding is zero, as are the router's outputs
     ("Qwen3Moe", MOE | {"pad_token_id": None}, 12, True),
     ("GptOss", GPT_OSS, 20, True),
     ("DeepseekV3", LATENT, 12, False),  # sigmoids may saturate
