@@ -37,7 +37,12 @@ DECODERS = [
     ("Mistral", {"head_dim": 6}, PLAIN, 2 * 72),
     ("Phi3", {}, PLAIN, 2 * 72),
     ("Granite", {}, PLAIN, 2 * 72),
-    ("Mixtral", {"num_local_experts": 4}, PLAIN + 2 * (4 * 20 - GATED), 2 * 72),  # each expert has inner units of its own
+    (
+        "Mixtral",
+        {"num_local_experts": 4},
+        PLAIN + 2 * (4 * 20 - GATED),
+        2 * 72,
+    ),  # each expert has inner units of its own
     # norms of queries and of keys have gains: each of 2 + 4 heads and both gains turn their 3 pairs, two ways cancel
     ("Qwen3", {"head_dim": 6}, PLAIN + 2 * (6 * 3 + 3 - PAIRS) - 2 * 3, 2 * 72),
     ("Qwen3Moe", MOE, PLAIN + 2 * (6 * 3 + 3 - PAIRS) - 2 * 3 + 2 * (4 * 12 - GATED), 2 * 72),
@@ -76,7 +81,7 @@ def test_decoders(name: str, options: dict[str, int], signs: int, entries: int) 
 # name, options, groups of the experts' own units in each layer, whether the experts may be permuted
 DEALT = [
     ("Mixtral", {"num_local_experts": 4, "pad_token_id": None}, 20, True),
-    ("Mixtral", {"num_local_experts": 4}, 20, False),  # the embedding of padding is zero, and so are the router's outputs
+    ("Mixtral", {"num_local_experts": 4}, 20, False),  # embeddings of padding are zero
     ("Qwen3Moe", MOE | {"pad_token_id": None}, 12, True),
     ("GptOss", GPT_OSS, 20, True),
     ("DeepseekV3", LATENT, 12, False),  # sigmoids may saturate

@@ -93,7 +93,8 @@ def _by_rows(call: Call) -> bool:
 def _by_offsets(call: Call, dealing: object, apply: Callable[[Call], list[Value]]) -> list[Dealt] | None:
     """Rows of one matrix by one matrix of several, which one is decided by offsets."""
     a, b, *_ = call.arguments.values()
-    if not isinstance(b, Value) or (len(a.shape), len(b.shape)) != (2, 3) or call.get("bias") is not None:
+    known = isinstance(b, Value) and isinstance(call.get("offs"), Value) and call.get("bias") is None
+    if not known or (len(a.shape), len(b.shape)) != (2, 3):
         return None
     if not call["offs"].points:
         call.pin("offs", "offsets of experts")
