@@ -105,7 +105,7 @@ def normalized(m: Any, words: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], Groups]] = {
     "weights looked up": (lambda: routed(by_number, nn.Linear(5, 3)), TOGETHER),
     "rows in order": (lambda: routed(in_order, nn.Linear(5, 3)), TOGETHER),
-    "a router without bias": (lambda: routed(in_order, nn.Linear(5, 3, bias=False)), APART),  # blank rows name the first
+    "a router without bias": (lambda: routed(in_order, nn.Linear(5, 3, bias=False)), APART),  # blank rows are zero
     "the first row in order": (lambda: routed(first_in_order, nn.Linear(5, 3)), APART),
     "rows beside each other": (lambda: routed(beside_each_other, nn.Linear(5, 3)), APART),
     "counts of rows": (lambda: routed(counted, nn.Linear(5, 3)), APART),

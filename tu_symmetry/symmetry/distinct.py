@@ -92,9 +92,8 @@ def linear_in(name: str, traits: frozenset[str], operands: Mapping[str, Value], 
     values = list(operands.values())
     if name in ("add", "sub") and len(values) == 2:
         return values[0].linear_in & values[1].linear_in
-    if not traits & {"moves", "picks", "spreads"} and name not in ("mul", "sum", "mean", "neg"):
-        return 0
-    if operands.keys() & {"bias"} or {"mat1", "mat2"} <= operands.keys():
+    passes = traits & {"moves", "picks", "spreads"} or name in ("mul", "sum", "mean", "neg")
+    if not passes or operands.keys() & {"bias", "mat1", "batch1"}:
         return 0
     found = 0
     for value in (v for v in values if values.count(v) == 1):

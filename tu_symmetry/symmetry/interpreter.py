@@ -222,12 +222,12 @@ class _Interpreter:
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
         )
-        if (dealt := experts.dealt(call, self._dealing(node), _apply)) is not None:
+        told = [n for n in tree_leaves([given.get("offs"), given.get("indices")]) if isinstance(n, Node)]
+        if (dealt := experts.dealt(call, self.env[told[0]] if told else None, _apply)) is not None:
             self.ledger.used |= set(parameters)
-            wholes = {n: held.whole if isinstance(held, Dealt) else held for n, held in known.items()}
+            wholes = tree_map_only(Dealt, lambda held: held.whole, known)
             facts = self._facts(node, traits, given, wholes, [rows.whole for rows in dealt])
-            facts = {name: facts[name] for name in ("depends", "linear_in")}
-            self._deal(node, [replace(rows, whole=_with(rows.whole, facts)) for rows in dealt])
+            self._deal(node, dealt, {name: facts[name] for name in ("depends", "linear_in")})
             return
         gathered = {held: self._value(held) for held in known.values() if isinstance(held, Dealt)}
         bound, known = tree_map_only(Dealt, gathered.__getitem__, (bound, known))
@@ -255,14 +255,9 @@ class _Interpreter:
             self.ledger.observe(value)
         self.env[node] = values if isinstance(node.meta.get("val"), (tuple, list)) else values[0]
 
-    def _dealing(self, node: Node) -> Node:
-        """What tells which expert makes which row: the index that finds its weights, or offsets of rows in order."""
-        given = arguments_of(node)
-        index = next((n for name in ("offs", "indices") for n in tree_leaves(given.get(name)) if n is not None), node)
-        return self.counted.get(index, index)
-
-    def _deal(self, node: Node, dealt: list[Dealt]) -> None:
+    def _deal(self, node: Node, dealt: list[Dealt], facts: dict[str, Any]) -> None:
         """Keep what is dealt out; all that shares memory with what is written to has to have been read already."""
+        dealt = [replace(rows, whole=_with(rows.whole, facts)) for rows in dealt]
         for rows in dealt:
             self.ledger.observe(rows.whole)
         self.env[node] = dealt if isinstance(node.meta.get("val"), (tuple, list)) else dealt[0]
@@ -452,7 +447,7 @@ class _Interpreter:
         elif writes(node.target):  # what a write returned
             self.env[node] = self.env[source]
         else:
-            bound = _each(arguments_of(node), self._known)
+            bound = tree_map_only(Dealt, self._value, _each(arguments_of(node), self._known))
             call = Call(self.ledger, rule_name_of(node.target), bound, shapes_of(node), nodes.outputs_read(node))
             self._keep(node, _apply(call))
 

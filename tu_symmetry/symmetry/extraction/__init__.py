@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tu_symmetry.symmetry.algebra import Array, distinct
-from tu_symmetry.symmetry.extraction.classes import FAR, Classes, resolve_classes
-from tu_symmetry.symmetry.extraction.coloring import Coloring, Tag, color, combined
+from tu_symmetry.symmetry.algebra import distinct
+from tu_symmetry.symmetry.extraction.classes import FAR, resolve_classes
+from tu_symmetry.symmetry.extraction.coloring import Tag, color, combined
 from tu_symmetry.symmetry.extraction.forest import Forest, Labels, lost_blocks, plant
 from tu_symmetry.symmetry.extraction.members import Contradiction, Reader
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, Pin, unique
@@ -31,10 +31,13 @@ def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[Permu
             name: tuple(classes.resolve(label) for label in value.labels) for name, value in ledger.parameters.items()
         }
         coloring = color(ledger, classes, tags, tag_of_unit)
-        told = [units for rows, units in ledger.orders if _told_apart(classes, coloring, classes.of[rows])]
-        told = [units for units in told if not classes.fixed[classes.of[units]].all()]
-        if told:
-            pins += [(units, "told by the order of rows") for units in told]
+        before = len(pins)
+        for rows, units in ledger.orders:
+            own = classes.of[rows]
+            alike = len(distinct(own)) == len(own) and len(distinct(coloring.colors[own])) == 1
+            if (classes.fixed[own].any() or not alike) and not classes.fixed[classes.of[units]].all():
+                pins.append((units, "told by the order of rows"))
+        if len(pins) > before:
             continue
         forest = plant(labels, classes, coloring)
         unit = classes.representative
@@ -58,12 +61,6 @@ def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[Permu
             node = contradiction.node
             forest = forest.without(node, contradiction.reason, np.flatnonzero(coloring.colors == node.color))
     return _named(forest, members, order), list(_pins(ledger, labels, forest, classes.count, order))
-
-
-def _told_apart(classes: Classes, coloring: Coloring, rows: Array) -> bool:
-    """Whether rows are not all alike, or have met each other."""
-    met = len(distinct(rows)) < len(rows)
-    return met or bool(classes.fixed[rows].any()) or len(distinct(coloring.colors[rows])) > 1
 
 
 def _named(forest: Forest, members: Members, order: Sequence[str]) -> list[PermutationGroup]:

@@ -19,7 +19,6 @@ from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import meet
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
 
-REASON = "rows are dealt out to experts"
 GROUPED = ("_grouped_mm", "transformers.grouped_mm_fallback")
 register_rule(*GROUPED, positions="read", traits=("spreads",))(unknown)
 _SPELLED = (
@@ -52,9 +51,8 @@ class Dealt:
 
 def gathered(ledger: Ledger, dealt: Dealt) -> Value:
     """The tensor without the experts: whoever made a row, it has to be the same."""
-    whole = dealt.whole
-    value = views.drop(ledger, meet(ledger, whole, 0, dealt.index, REASON), 0)
-    return replace(value, parameter=None, depends=whole.depends, linear_in=whole.linear_in)
+    value = views.drop(ledger, meet(ledger, dealt.whole, 0, dealt.index, "rows are dealt out to experts"), 0)
+    return replace(value, parameter=None, depends=dealt.whole.depends, linear_in=dealt.whole.linear_in)
 
 
 def dealt(call: Call, dealing: object, apply: Callable[[Call], list[Value]]) -> list[Dealt] | None:
@@ -75,12 +73,12 @@ def dealt(call: Call, dealing: object, apply: Callable[[Call], list[Value]]) -> 
 
 def _by_rows(call: Call) -> bool:
     """Whether an operator makes each position along the first axis of those of its operands."""
-    rows = {a.shape[0] for a in call.arguments.values() if isinstance(a, Dealt)} | {s[0] for s in call.outputs if s}
     first, *others = call.arguments.values()
-    if len(rows) > 1:
+    given = [a.shape for a in (first, *others) if isinstance(a, Dealt)]
+    if len({shape[0] for shape in (*given, *call.outputs) if shape}) > 1:
         return False
     if call.name in ENTRIES:
-        return all(len(a.shape) == len(call.shape) for a in call.arguments.values() if isinstance(a, Dealt))
+        return all(len(shape) == len(call.shape) for shape in given)
     if call.name in PIECES:
         return call["dim"] % len(first.shape) != 0
     if call.name in PRODUCTS:
@@ -93,24 +91,24 @@ def _by_rows(call: Call) -> bool:
 def _by_offsets(call: Call, dealing: object, apply: Callable[[Call], list[Value]]) -> list[Dealt] | None:
     """Rows of one matrix by one matrix of several, which one is decided by offsets."""
     a, b, *_ = call.arguments.values()
-    if not isinstance(b, Value) or (len(a.shape), len(b.shape)) != (2, 3) or call.get("bias") is not None:
+    known = isinstance(b, Value) and isinstance(call.get("offs"), Value) and call.get("bias") is None
+    if not known or (len(a.shape), len(b.shape)) != (2, 3):
         return None
     if not call["offs"].points:
         call.pin("offs", "offsets of experts")
     if isinstance(a, Dealt) and a.dealing is not dealing:
         a = gathered(call.ledger, a)
     rows = a.whole if isinstance(a, Dealt) else views.expand(call.ledger, a, (b.shape[0], *a.shape))
-    outputs = [(b.shape[0], *call.shape)]
-    product = replace(call, operator="aten.bmm", arguments={"self": rows, "mat2": b}, outputs=outputs)
+    product = replace(call.on(rows, b), operator="aten.bmm", outputs=[(b.shape[0], *call.shape)])
     return [Dealt(v, dealing, call["offs"]) for v in apply(product)]
 
 
 def _by_number(call: Call, dealing: object) -> list[Dealt] | None:
     """One of several matrices for each row, which one is decided by a number."""
     value, (index, *more) = call["self"], call["indices"]
-    if not (value.sole or value.parameter) or value.ndim < 2 or more or not isinstance(index, Value) or index.ndim != 1:
-        return None
-    if call.constants["indices"][0] is not None or call.dtypes["indices"][0] == torch.bool:
+    known = call.constants["indices"][0] is not None or call.dtypes["indices"][0] == torch.bool or more
+    weights = (value.sole or value.parameter) and value.ndim > 1
+    if known or not weights or not isinstance(index, Value) or index.ndim != 1:
         return None
     for axis in range(1, value.ndim):
         if value.shape[axis] > 1:
