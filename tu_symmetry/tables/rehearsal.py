@@ -9,7 +9,7 @@ The plan of a command has these keys, all of which may be left out:
 - ``set``: flags to run it with, over the recipe's;
 - ``times``: how often what it then does is in the whole command (of a training: what is neither its start, nor a step,
   nor a batch of validation images);
-- ``disk_times``: the same of its files, where that is another number;
+- ``disk_times``: the same of its files but for checkpoints, where that is another number;
 - ``step_times``: how often a step of the rehearsal is in one of the recipe;
 - ``batches``, ``checks``: of an epoch and of a validation, where the data sets are smaller than the recipe's;
 - ``planted``: how many images, classes and so on a data set that is not there is planted with, by its file or folder;
@@ -306,8 +306,9 @@ def _rehearsed(
         with _timed(plan.get("pieces", {})) as spent:
             _execute(words, pace)
         taken = time.perf_counter() - started
-        disk = sum(p.stat().st_size for p in (root / command.name).rglob("*") if p.is_file())
-        disk = int(disk * float(plan.get("disk_times", times)))
+        sizes = {path: path.stat().st_size for path in (root / command.name).rglob("*") if path.is_file()}
+        once = sum(size for path, size in sizes.items() if path.suffix == ".ckpt")  # one network, as it was trained
+        disk = once + int((sum(sizes.values()) - once) * float(plan.get("disk_times", times)))
         seconds, step, steps = times * taken, None, 0
         if pace is not None:
             step, whole = pace.step * float(plan.get("step_times", 1)), merged([content, _nested(command.set)])
