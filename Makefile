@@ -66,9 +66,9 @@ DEVICE_SUITES ?= tests/test_device.py tests/device tests/callbacks tests/routine
 test-device: $(VENV)/installed-dev
 	PYTHONPATH=tests:. $(BIN)/python -m pytest -q -n $(WORKERS) -p fake_cuda.plugin $(DEVICE_SUITES)
 
-# The small commands of all other recipes; hours.
+# The small commands of all other recipes, and rehearsals of those of paper size; hours.
 test-device-slow: $(VENV)/installed-dev
-	PYTHONPATH=tests:. $(BIN)/python -m pytest -q -m slow -p fake_cuda.plugin tests/device tests/experiments/test_symmetry_aware.py
+	PYTHONPATH=tests:. $(BIN)/python -m pytest -q -m slow -p fake_cuda.plugin tests/device tests/experiments/test_symmetry_aware.py tests/tables/test_rehearsal.py
 
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --cov --cov-report=term:skip-covered --cov-report=html:build/coverage

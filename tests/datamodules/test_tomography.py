@@ -102,7 +102,7 @@ def test_a_scan_is_read_from_three_files_or_says_which_are_missing(tmp_path):
     kept.rename(folder / "measurements.npy")
     module.setup()
     found = module.problem
-    assert found.operator.shape == (1, 120, 64) and found.counts.tolist() == [120]
+    assert found.operator.is_sparse and found.operator.shape == (1, 120, 64) and found.counts.tolist() == [120]
     fit = found.operator[0] @ found.back_projection.reshape(-1) - found.measurements[0]
     assert float(fit.norm()) < float(found.measurements.norm())
     np.save(folder / "measurements.npy", np.zeros(32))

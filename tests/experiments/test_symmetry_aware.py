@@ -182,6 +182,8 @@ def test_claims_hold_and_fail_by_the_evidence() -> None:
     turned["rows"]["one mode/b"][0]["homogeneity"]["p_value"] = 0.5
     for name in ("calibration", "detection", "dispersion", "weakly_correlated", "corollary"):
         assert ANSWERS[name](turned).verdict == "fails", name
+    turned["diversity"]["set"]["correlation_interval"] = [None, None]  # of three networks; JSON has no NaN
+    assert ANSWERS["weakly_correlated"](turned).verdict == "undecided"
 
 
 @pytest.mark.parametrize("options", [{}, {"filter_response": True}])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from dual_oracles import NOISE, PHI, SHAPE, case, misses
 
-from tu_symmetry.laplace import SampledEvidence, TotalVariation
+from tu_symmetry.laplace import DualLaplace, SampledEvidence, TotalVariation
+from tu_symmetry.laplace.dual import jacobian
 from tu_symmetry.laplace.dual.hyperpriors import differences
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.sampled import (
@@ -16,6 +17,7 @@ from tu_symmetry.laplace.dual.sampled import (
     nystrom_preconditioner,
     slopes_of,
 )
+from tu_symmetry.sparse import gram, sparse_rows, transposed_rows
 
 BLOCKS = {"ab": PHI[:2], "c": PHI[2:3]}
 
@@ -47,6 +49,32 @@ def test_operator_and_its_transpose_and_products_with_the_prior():
     assert torch.allclose(found.blocks.times("covariance", BLOCKS, v), v @ s)
     root = found.blocks.times("root", BLOCKS, torch.eye(operator.size, dtype=torch.float64))
     assert torch.allclose(root.mT @ root, s)
+
+
+def test_a_sparse_observation_is_the_dense_one_and_products_of_parts_are_those_of_all(monkeypatch):
+    own = case(7)
+    matrix = own.matrix * (torch.rand(own.matrix.shape, generator=torch.Generator().manual_seed(2)) < 0.5)
+    tangent = FlatTangentModel(own.model, own.names)
+    dense = ObservedTangent(tangent, own.x, matrix)
+    compressed = sparse_rows(*matrix.nonzero(as_tuple=True), matrix[matrix != 0], tuple(matrix.shape))
+    monkeypatch.setattr(jacobian, "_OUTPUTS", 2 * matrix.shape[1])
+    sparse = ObservedTangent(tangent, own.x, compressed)
+    assert sparse.at_once == 2 < dense.at_once
+    v = torch.randn(5, sparse.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torch.testing.assert_close(sparse.forward(v), dense.forward(v))
+    torch.testing.assert_close(sparse.adjoint(u), dense.adjoint(u))
+    torch.testing.assert_close(transposed_rows(compressed).to_dense(), matrix.mT)
+    torch.testing.assert_close(gram(compressed), matrix @ matrix.mT)
+    exact = [
+        DualLaplace(own.model, structured=own.priors, observation=a).fit([(own.x, own.y)]).log_marginal_likelihood()
+        for a in (matrix, compressed)
+    ]
+    assert exact[0] == pytest.approx(exact[1], rel=1e-12)
+    wrong = compressed.clone()
+    wrong.values()[0] = math.nan
+    with pytest.raises(ValueError, match="finite real numbers"):
+        ObservedTangent(tangent, own.x, wrong)
 
 
 def test_conjugate_gradients_solve_and_the_preconditioner_saves_products():

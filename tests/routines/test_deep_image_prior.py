@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,19 @@ def test_images_at_once_come_out_as_one_by_one(tmp_path):
     one = Small()
     one.load_state_dict({name: t[1] for name, t in found.states.items()})
     assert torch.allclose(one(own.back_projection[1:2]), found.images[1:2], atol=1e-6)
+
+
+def test_a_sparse_operator_is_the_dense_one_and_is_kept_sparse(tmp_path):
+    own = problem()
+    sparse = replace(own, operator=own.operator.to_sparse())
+    module, other = routine(), routine(max_iterations={3: 5, 5: 30}, out=tmp_path / "found.safetensors")
+    fit(module, own, 10)
+    fit(other, sparse, 10)
+    later = own.num_angles == 5
+    assert torch.allclose(other.best_loss[later], module.best_loss[later], rtol=1e-4)
+    found = Reconstructions.load(tmp_path / "found.safetensors").problem
+    assert found.operator.is_sparse and torch.equal(found.operator.to_dense(), own.operator)
+    assert torch.equal(found.measurements, own.measurements)
 
 
 def test_the_kept_iterate_is_the_best_one_not_the_last():

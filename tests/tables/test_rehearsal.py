@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import toy_functions
 import yaml
 from fake_cuda.device import real_device
 from recipe_runs import RECIPES
@@ -23,7 +23,7 @@ from tu_symmetry.posterior.published import collect_checkpoints
 from tu_symmetry.reporting.progress import Display
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.models import MLP
-from tu_symmetry.tables.rehearsal import Forecast, forecast_table, rehearse
+from tu_symmetry.tables.rehearsal import Forecast, _Pace, _whole, forecast_table, rehearse
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUIET = {"enable_progress_bar": False, "logger": False, "accelerator": "cpu", "default_root_dir": "$root/$name"}
@@ -122,6 +122,59 @@ def test_the_command_says_whether_all_went_well(recipe: Path, tmp_path: Path, mo
         run(recipe, tmp_path / "third", data_root=tmp_path / "data")
 
 
+def test_smaller_pieces_count_more_often(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of 5 s and a piece of 2 s a step, by a clock that the command itself moves."""
+    content = yaml.safe_load((recipe / "table.yaml").read_text()) | {
+        "rehearsal": {
+            "walk": {
+                "set": {"command.steps": 10, "command.seed": 1},
+                "times": 3,
+                "cpu": {
+                    "set": {"command.steps": 4},
+                    "times": 1,
+                    "disk_times": 7,
+                    "pieces": {"toy_functions:doubled": 500},
+                },
+            }
+        }
+    }
+    content["commands"] = [content["commands"][1] | {"needs": []}]
+    (recipe / "table.yaml").write_text(yaml.safe_dump(content))
+    typed: list[list[str]] = []
+    clock = [0.0]
+
+    def work(steps: int) -> None:
+        clock[0] += 2.0 * steps
+
+    def execute(words: list[str], pace: Any) -> None:
+        typed.append(words)
+        steps = int([word for word in words if word.startswith("--command.steps=")][-1].partition("=")[2])
+        clock[0] += 5.0
+        toy_functions.doubled(steps)
+        folder = tmp_path / "out" / "walk"
+        folder.mkdir(exist_ok=True)
+        (folder / "place.txt").write_text("1" * steps)
+
+    monkeypatch.setattr(toy_functions, "doubled", work)
+    monkeypatch.setattr("tu_symmetry.tables.rehearsal._execute", execute)
+    monkeypatch.setattr("tu_symmetry.tables.rehearsal.time.perf_counter", lambda: clock[0])
+    (small,), _ = run(recipe, tmp_path / "out", data_root=tmp_path, reduced=True)
+    assert "--command.seed=1" in typed[0] and "--command.steps=4" in typed[0]
+    assert (small.seconds, small.rehearsed, small.disk_bytes) == (5.0 + 500 * 8.0, 13.0, 28)
+    assert toy_functions.doubled is work
+    (large,), _ = run(recipe, tmp_path / "out", data_root=tmp_path, reduced=False)
+    assert (large.seconds, large.disk_bytes, len(typed)) == (3 * 25.0, 30, 2)
+
+
+def test_validations_count_as_often_as_there_are_epochs() -> None:
+    pace = _Pace(ends=True)
+    pace.started, pace.taken, pace.checked, pace.before = 110.0, [4.0, 3.0], [2.0, 1.0], 1
+    # begun at 100, 8 s to start but for the first validation; 20 s in all, of which 10 are steps and validations
+    assert pace.seconds(100.0, 20.0, 5.0) == 8.0 + 5 * (20 - 8 - 7 - 3) and pace.step == 3.0
+    assert _whole({"trainer": {"max_epochs": 75, "check_val_every_n_epoch": 25}}, 391) == (75 * 391, 3)
+    assert _whole({"trainer": {"max_epochs": -1, "max_steps": 1500}}, 100) == (1500, 15)
+
+
 def test_nothing_but_a_rehearsal_is_cleared(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine" / "walk").mkdir(parents=True)
     with pytest.raises(ConfigError, match="something else"):
@@ -182,15 +235,7 @@ def test_planted_data_sets_are_read_as_the_real_ones(tmp_path: Path) -> None:
     assert np.load(tmp_path / "walnut" / "measurements.npy").shape == (60,)
 
 
-ARCH = [f"{name}_0.routine.model.{'' if name in ('laplace', 'sghmc') else 'core_model.'}arch=20" for name in (
-    "dropout", "swag", "vibnn", "laplace", "sghmc")] + ["evaluation.command.model.arch=20"]  # fmt: skip
-FEW = [  # SWAG runs the training set for the statistics of each draw
-    "swag_0.data.train_size=512",
-    "evaluation.command.data.test_size=100",
-    "evaluation.command.ood.svhn.ood_size=100",
-    *(f"{name}_0.data.eval_batch_size=100" for name in ("swag", "vibnn")),
-]
-SMALLER = {  # what a CPU cannot do in minutes is smaller there; the whole size is for a GPU
+SMALLER = {  # what takes a CPU more minutes than a test should
     "compact_posterior/mnist": ["hmc.routine.leapfrog_steps=2", "pruning.command.num_samples=3"],
     "deep_image_prior/kmnist": [
         f"{part}-{noise}.{flag}"
@@ -198,24 +243,12 @@ SMALLER = {  # what a CPU cannot do in minutes is smaller there; the whole size 
         for noise in (5, 10)
         for flag in ("data.images=1", "routine.num_problems=4")
     ],
-    "deep_image_prior/walnut": [
-        *(f"{part}.command.scored.inner=[8,40]" for part in ("linearized", "masks")),
-        *(
-            f"{part}.model.channels=[4,4,4,4,4,4]"
-            for part in ("dip.routine", "dropout.routine", "linearized.command", "masks.command")
-        ),
-    ],
-    "symmetry_aware/cifar10": [*ARCH, *FEW, "dropout_0.data.eval_batch_size=100"],
-    "symmetry_aware/cifar10-frn": FEW,
-    "symmetry_aware/cifar100": [*ARCH, *FEW, "dropout_0.data.eval_batch_size=100"],
-    "symmetry_aware/tinyimagenet": [flag for flag in ARCH if "vibnn" not in flag],
     "linearized_laplace/table1-mnist": [
         f"{name}{early}.{flag}"
         for name in ("t-former", "cnn", "resnet", "pre-resnet", "fixup")
         for early in ("", "-early")
         for flag in ("routine.num_members=1", "data.orders=1")
     ],
-    "linearized_laplace/table2-resnet50": ["networks.routine.model.arch=18", "evidence.command.model.arch=18"],
 }
 PAPER_SIZE = sorted(p.parent for p in RECIPES.rglob("table.yaml") if load_table(p.parent).rehearsal)
 
@@ -223,12 +256,12 @@ PAPER_SIZE = sorted(p.parent for p in RECIPES.rglob("table.yaml") if load_table(
 @pytest.mark.slow
 @pytest.mark.parametrize("folder", PAPER_SIZE, ids=lambda f: f.relative_to(RECIPES).as_posix())
 def test_every_recipe_of_paper_size_starts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command at its configuration; on a CPU with the reductions that are named above."""
+    """Each command at its configuration; on a CPU, and on the fake device, in the smaller pieces of its plan."""
     monkeypatch.chdir(tmp_path)
-    name = folder.relative_to(RECIPES).as_posix()
-    overrides = [] if real_device() and torch.cuda.is_available() else SMALLER.get(name, [])
-    if overrides:
-        monkeypatch.setattr(planted, "plant_tiny_imagenet", partial(planted.plant_tiny_imagenet, train=20, val=1))
-        monkeypatch.setattr(planted, "plant_scan", partial(planted.plant_scan, size=64, angles=8, bins=40))
-    made, shown = run(folder, tmp_path / "out", data_root=tmp_path / "nothing", overrides=overrides)
+    reduced = not (real_device() and torch.cuda.is_available())
+    overrides = SMALLER.get(folder.relative_to(RECIPES).as_posix(), []) if reduced else []
+    options: dict[str, Any] = {"data_root": tmp_path / "nothing", "overrides": overrides, "reduced": reduced}
+    made, shown = run(folder, tmp_path / "out", **options)
     assert not [f for f in made if f.error], shown
+    if torch.cuda.is_available():
+        assert any(f.device_bytes for f in made), shown

@@ -29,7 +29,7 @@ class TomographyProblem:
 
     Attributes:
         truth: images ``[problems, 1, height, width]``, values in [0, 1].
-        operator: line integrals ``[problems, values, pixels]``.
+        operator: line integrals ``[problems, values, pixels]``, dense or sparse (``sparse_coo``).
         measurements: ``[problems, values]``.
         counts: how many measurements are real, int64 ``[problems]``.
         back_projection: filtered back-projections ``[problems, 1, height, width]``.
@@ -189,8 +189,8 @@ class ScannedTomographyDataModule(_ProblemDataModule):
     """One measured slice (the walnut) from three files that the user has made of downloaded data.
 
     In ``root/walnut``: ``operator.npz``, ``measurements.npy`` and ``truth.npy``. There is no filtered back-projection
-    for an arbitrary geometry: the network's input is ``A^T y``, scaled to fit the measurements. The operator is kept
-    as a dense matrix (7.7 GB in float32 for 7,680 measurements of 501 x 501 pixels).
+    for an arbitrary geometry: the network's input is ``A^T y``, scaled to fit the measurements. The operator stays
+    sparse (a dense one of 7,680 measurements of 501 x 501 pixels has 7.7 GB in float32).
     """
 
     def __init__(self, root: str | Path = "data", *, num_angles: int = 60, steps_per_epoch: int = 100) -> None:
@@ -217,9 +217,13 @@ class ScannedTomographyDataModule(_ProblemDataModule):
         back = operator.T @ y
         seen = operator @ back
         back = back * float(seen @ y) / max(float(seen @ seen), 1e-300)
+        found = operator.astype(np.float32).tocoo()
+        places = torch.from_numpy(np.stack([np.zeros_like(found.row), found.row, found.col]).astype(np.int64))
+        values = torch.from_numpy(found.data)
+        entries = torch.sparse_coo_tensor(places, values, (1, *found.shape), check_invariants=True)
         return TomographyProblem(
             truth=torch.from_numpy(truth.astype(np.float32))[None, None],
-            operator=torch.from_numpy(operator.toarray().astype(np.float32))[None],
+            operator=entries.coalesce(),
             measurements=torch.from_numpy(y.astype(np.float32))[None],
             counts=torch.tensor([y.size], device="cpu"),
             back_projection=torch.from_numpy(back.astype(np.float32)).view(1, 1, *truth.shape),

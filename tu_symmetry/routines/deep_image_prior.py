@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,10 +21,12 @@ from tu_symmetry.files import FileError, read_safetensors, write_safetensors
 from tu_symmetry.posterior.network import States, derived_seed, initialized, require_positive
 from tu_symmetry.routines.members import StackedNetworks, stacked_module
 from tu_symmetry.routines.predictive import HALF_PRECISION
+from tu_symmetry.sparse import sparse_rows
 from tu_symmetry.states import unstack
 from tu_symmetry.transfer import numbers
 
 _FORMAT = "tu_symmetry.deep_image_prior"
+_INDICES = "problem.operator.indices"  # beside the entries of a sparse one
 _WEIGHT_LIMIT = 1000.0
 
 
@@ -62,6 +63,9 @@ class Reconstructions:
         """Write a sealed safetensors file, whole or not at all."""
         tensors = {f"states.{name}": t for name, t in self.states.items()} | {"images": self.images, "loss": self.loss}
         tensors |= {f"problem.{f.name}": getattr(self.problem, f.name) for f in fields(self.problem)}
+        if self.problem.operator.is_sparse:
+            operator = tensors.pop("problem.operator").coalesce()
+            tensors |= {_INDICES: operator.indices().int(), "problem.operator": operator.values()}
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         write_safetensors(Path(path), plain, {"deep_image_prior": json.dumps({"format": _FORMAT, "version": 1})})
@@ -74,8 +78,13 @@ class Reconstructions:
         if content.get("format") != _FORMAT or content.get("version") != 1:
             raise FileError(f"{path} holds no reconstructions of a DeepImagePriorRoutine")
         states = {n.removeprefix("states."): t for n, t in tensors.items() if n.startswith("states.")}
-        problem = TomographyProblem(**{f.name: tensors[f"problem.{f.name}"] for f in fields(TomographyProblem)})
-        return cls(states, tensors["images"], tensors["loss"], problem)
+        parts = {f.name: tensors[f"problem.{f.name}"] for f in fields(TomographyProblem)}
+        if _INDICES in tensors:
+            shape = (*parts["measurements"].shape, parts["truth"][0].numel())
+            parts["operator"] = torch.sparse_coo_tensor(
+                tensors[_INDICES].long(), parts["operator"], shape, is_coalesced=True, check_invariants=True
+            )
+        return cls(states, tensors["images"], tensors["loss"], TomographyProblem(**parts))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -161,7 +170,7 @@ class DeepImagePriorRoutine(StackedNetworks):
         running, projection = self._left(batch)
         parameters = {name: _rows(p, running) for name, p in self.members.named_parameters()}
         images = self._images(self.members, parameters, _rows(batch.back_projection, running))
-        images = images.to(batch.operator)  # from half precision under autocast
+        images = images.to(batch.truth)  # from half precision under autocast
         residuals = projection(images) - _rows(batch.measurements, running)
         losses = residuals.square().sum(1) / _rows(batch.counts, running)
         losses = losses + _rows(self._weights.to(losses), running) * total_variation(images).sum(1)
@@ -278,27 +287,17 @@ class _Projection:
     """Operators ``[problems, m, d]`` as the blocks of one sparse matrix, since a line crosses few of the pixels."""
 
     def __init__(self, operator: Tensor) -> None:
-        block, row, column = operator.nonzero(as_tuple=True)
+        found = operator if operator.is_sparse else operator.to_sparse()
+        (block, row, column), values = found.coalesce().indices(), found.coalesce().values()
         problems, rows, columns = operator.shape
-        values = operator[block, row, column]
         i, j = block * rows + row, block * columns + column
-        self.matrix = _sparse_rows(i, j, values, (problems * rows, problems * columns))
-        self.transpose = _sparse_rows(j, i, values, (problems * columns, problems * rows))
+        self.matrix = sparse_rows(i, j, values, (problems * rows, problems * columns))
+        self.transpose = sparse_rows(j, i, values, (problems * columns, problems * rows))
 
     def __call__(self, images: Tensor) -> Tensor:
         """Measurements ``[problems, m]`` of images ``[problems, 1, height, width]``."""
         found: Tensor = _Apply.apply(images.reshape(-1, 1), self.matrix, self.transpose)
         return found.view(len(images), -1)
-
-
-def _sparse_rows(rows: Tensor, columns: Tensor, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A matrix in compressed rows, with the 32-bit indices that the CPU's library takes without a copy."""
-    order = (rows * shape[1] + columns).argsort()
-    starts = torch.zeros(shape[0] + 1, dtype=torch.int32, device=rows.device)
-    starts[1:] = rows.bincount(minlength=shape[0]).cumsum(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse", UserWarning)  # in beta, says torch
-        return torch.sparse_csr_tensor(starts, columns[order].int(), values[order], shape)
 
 
 class _Apply(torch.autograd.Function):
@@ -317,4 +316,4 @@ class _Apply(torch.autograd.Function):
 
 def _rows(stack: Tensor, chosen: Tensor) -> Tensor:
     """``stack[chosen]``, without a copy where that is all of it."""
-    return stack if len(chosen) == len(stack) else stack[chosen]
+    return stack if len(chosen) == len(stack) else stack.index_select(0, chosen)

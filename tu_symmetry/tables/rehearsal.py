@@ -3,6 +3,19 @@
 Networks, batches, precision and files are those of the recipe. Of a training a few steps are run, of everything else
 what ``rehearsal`` in ``table.yaml`` names. Data sets that are not in the data folder are planted: noise in the layout
 of the real files. What was written is removed at the end, but for ``rehearsal.json`` and ``rehearsal.md``.
+
+The plan of a command has these keys, all of which may be left out:
+
+- ``set``: flags to run it with, over the recipe's;
+- ``times``: how often what it then does is in the whole command (of a training: what is neither its start, nor a step,
+  nor a batch of validation images);
+- ``disk_times``: the same of its files but for checkpoints, where that is another number;
+- ``step_times``: how often a step of the rehearsal is in one of the recipe;
+- ``batches``, ``checks``: of an epoch and of a validation, where the data sets are smaller than the recipe's;
+- ``planted``: how many images, classes and so on a data set that is not there is planted with, by its file or folder;
+- ``scan``: size, angles and bins of a planted scan whose untrained reconstruction the command reads;
+- ``pieces``: functions (``module:name``) whose seconds count so often in place of ``times``;
+- ``cpu``: the same keys, over these, where there is no GPU and a piece of full size takes minutes.
 """
 
 from __future__ import annotations
@@ -11,11 +24,12 @@ import gc
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import median
 from typing import Any
 
@@ -24,16 +38,16 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tu_symmetry.configs import ConfigError, merged, read_mapping, resolve
-from tu_symmetry.datamodules import planted
+from tu_symmetry.datamodules import ScannedTomographyDataModule, planted
 from tu_symmetry.datamodules.readers import IDX_FOLDERS
 from tu_symmetry.files import LOCK, lock_folder, remove_folder, write_json, write_text
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.reporting.progress import Display, duration_text
+from tu_symmetry.routines.deep_image_prior import Reconstructions
 from tu_symmetry.tables.commands import (
     MARKS,
     CommandConfig,
-    CommandTable,
     _dotted,
     load_table,
     parse_overrides,
@@ -41,11 +55,12 @@ from tu_symmetry.tables.commands import (
 )
 from tu_symmetry.tables.outcome import plain
 
-_STEPS = range(4, 9)  # of a training; as many of these as 20 seconds allow
+_STEPS = range(2, 9)  # of a training; as many of these as 20 seconds allow
 _SECONDS = 20.0
 _MARK = ".rehearsal"  # in a folder that a rehearsal may clear: one is running there, or was killed
 _WRITTEN = ("rehearsal.json", "rehearsal.md")
 _NETWORKS = 10  # in a planted archive, where the recipe does not say how many
+_PLAN = ("set", "times", "disk_times", "step_times", "batches", "checks", "planted", "scan", "pieces")
 
 
 @dataclass(frozen=True)
@@ -83,6 +98,7 @@ def rehearse(
     out: str | Path | None = None,
     data_root: str | Path | None = None,
     overrides: Sequence[str] = (),
+    reduced: bool | None = None,
     display: Display | None = None,
 ) -> list[Forecast]:
     """Rehearse every command of a recipe folder, and write and print what the whole recipe will take.
@@ -95,6 +111,7 @@ def rehearse(
             behind its name.
         data_root: folder of data sets; those that are not there are planted in ``out``.
         overrides: ``NAME.FLAG=VALUE``, over what the rehearsal of a command sets.
+        reduced: rehearse smaller pieces where the recipe names them; by default where there is no GPU.
         display: where progress is shown; the terminal by default.
 
     Raises:
@@ -103,6 +120,8 @@ def rehearse(
     folder, display = Path(folder), display or Display()
     table = load_table(folder)
     more = parse_overrides(table, overrides)
+    reduced = not torch.cuda.is_available() if reduced is None else reduced
+    plans = {name: _plan(folder, name, plan, reduced) for name, plan in table.rehearsal.items()}
     root = Path(out) if out is not None else Path(f"{table.root}-rehearsal")
     root.mkdir(parents=True, exist_ok=True)
     there = {path.name for path in root.iterdir()}
@@ -137,7 +156,8 @@ def rehearse(
                     found = Forecast(name, copies, error=f"not tried: it needs {lacking[0]}")
                 else:
                     display.started(name, "once" if copies == 1 else f"one of {copies}", resumed=False)
-                    found = _rehearsed(folder, table, command, copies, root, data, more[name])
+                    own = plans.get(name.removesuffix("_0") if copies > 1 else name, {})
+                    found = _rehearsed(folder, command, own, copies, root, data, more[name])
                     if not found.error:
                         display.done(name, f"{found.rehearsed:.1f} s", f"whole: {duration_text(found.seconds)}")
                 if found.error:
@@ -190,16 +210,25 @@ def forecast_table(forecasts: list[Forecast], title: str, environment: Mapping[s
 
 
 class _Pace(Callback):
-    """Times training steps, and ends a training after a few, unless the recipe says how long its rehearsal is."""
+    """Times a training, and ends it after a few steps, unless the recipe says how long its rehearsal is."""
 
     def __init__(self, *, ends: bool) -> None:
         super().__init__()
-        self.ends, self.batches, self.last = ends, 0, 0.0
+        self.ends, self.last, self.started = ends, 0.0, 0.0
+        self.batches, self.checks = 0, 0  # of an epoch and of a validation, whatever limits them
         self.taken: list[float] = []  # seconds of each step; what is between epochs is no part of them
+        self.checked: list[float] = []  # of each validation batch
+        self.before = 0  # validation batches before the first step
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Have one batch validated (typed, a limit of 1 is all of them), also before the first step."""
+        if trainer.limit_val_batches:
+            trainer.limit_val_batches = trainer.num_sanity_val_steps = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The whole length of an epoch, whatever limits it."""
+        """Note what came before."""
         self.batches = len(trainer.train_dataloader)  # type: ignore[arg-type]
+        self.started, self.before = _now(), len(self.checked)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
@@ -214,10 +243,25 @@ class _Pace(Callback):
         if self.ends and (steps >= _STEPS[-1] or (steps >= _STEPS[0] and seconds > _SECONDS)):
             trainer.should_stop = True
 
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Begin to count."""
+        found: Any = trainer.val_dataloaders
+        self.checks = sum(map(len, found if isinstance(found, list | tuple) else [found]))
+        self.last = _now()
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Take the time."""
+        self.checked.append(_now() - self.last)
+
     @property
     def step(self) -> float:
         """Seconds of one step; the first ones, in which libraries choose their algorithms, do not count."""
         return median(self.taken[min(2, len(self.taken) - 1) :])
+
+    def seconds(self, begun: float, taken: float, times: float) -> float:
+        """What all but steps and validation batches takes, of a rehearsal that began then and took so long."""
+        start = self.started - begun - sum(self.checked[: self.before])
+        return start + times * (taken - start - sum(self.taken) - sum(self.checked))
 
 
 def _now() -> float:
@@ -226,45 +270,89 @@ def _now() -> float:
     return time.perf_counter()
 
 
+def _plan(folder: Path, name: str, given: Mapping[str, Any], reduced: bool) -> dict[str, Any]:
+    """What a recipe says of the rehearsal of one command, on this machine."""
+    smaller = given.get("cpu", {})
+    if unknown := {*given, *smaller} - {*_PLAN, "cpu"}:
+        raise ConfigError(f"{folder}: rehearsal of {name} has {sorted(unknown)}; it has {', '.join(_PLAN)} and cpu")
+    own: dict[str, Any] = {key: value for key, value in given.items() if key != "cpu"}
+    return own | smaller | {"set": own.get("set", {}) | smaller.get("set", {})} if reduced else own
+
+
 def _rehearsed(
-    folder: Path, table: CommandTable, command: CommandConfig, copies: int, root: Path, data: _Data, more: list[str]
+    folder: Path,
+    command: CommandConfig,
+    plan: Mapping[str, Any],
+    copies: int,
+    root: Path,
+    data: _Data,
+    more: list[str],
 ) -> Forecast:
-    own = command.name.removesuffix("_0") if copies > 1 else command.name
-    plan = table.rehearsal.get(own, {})
-    unknown = set(plan) - {"set", "times", "step_times"}
-    if unknown:
-        raise ConfigError(f"{folder}: rehearsal of {own} has {sorted(unknown)}; it has set, times and step_times")
     content = _content(folder, command)
-    flags, pace = dict(plan.get("set", {})), None
-    data.provide(content)
+    flags, pace, times = dict(plan.get("set", {})), None, float(plan.get("times", 1))
+    data.provide(content, plan.get("planted", {}))
     flags |= data.published(content, flags)
+    if "scan" in plan:
+        flags |= data.reconstructed(content, plan["scan"])
     if command.command == "fit":
         lengths = ("trainer.max_epochs", "trainer.max_steps", "trainer.limit_train_batches")
         pace = _Pace(ends=not any(name in flags for name in lengths))
-        validated = 2 if content.get("trainer", {}).get("limit_val_batches") != 0 else 0
-        flags = {"trainer.limit_train_batches": _STEPS[-1], "trainer.limit_val_batches": validated} | flags
+        flags = {"trainer.limit_train_batches": _STEPS[-1]} | flags
     words = [*typed(folder, command, root, data.root), *_dotted(flags), *more]
     cuda = torch.cuda.is_available()
     _reset_peaks()
     started = time.perf_counter()
     try:
-        _execute(words, pace)
+        with _timed(plan.get("pieces", {})) as spent:
+            _execute(words, pace)
+        taken = time.perf_counter() - started
+        sizes = {path: path.stat().st_size for path in (root / command.name).rglob("*") if path.is_file()}
+        once = sum(size for path, size in sizes.items() if path.suffix == ".ckpt")  # one network, as it was trained
+        disk = once + int((sum(sizes.values()) - once) * float(plan.get("disk_times", times)))
+        seconds, step, steps = times * taken, None, 0
+        if pace is not None:
+            step, whole = pace.step * float(plan.get("step_times", 1)), merged([content, _nested(command.set)])
+            steps, validations = _whole(whole, int(plan.get("batches", pace.batches)))
+            checked = pace.checked[pace.before :] or pace.checked
+            seconds = pace.seconds(started, taken, times) + steps * step
+            seconds += validations * int(plan.get("checks", pace.checks)) * (median(checked) if checked else 0.0)
+        seconds += sum((float(often) - times) * spent[name] for name, often in plan.get("pieces", {}).items())
     except SystemExit as error:
         if error.code != 2:  # how Lightning ends a training that was interrupted
             raise
         return Forecast(command.name, copies, error="its configuration was refused, see above")
     except Exception as error:  # whatever it is, it stands in the row, and the next one is tried
         return Forecast(command.name, copies, error=f"{type(error).__name__}: {' '.join(str(error).split())}")
-    taken = time.perf_counter() - started
-    seconds, step, steps = taken * float(plan.get("times", 1)), None, 0
-    if pace is not None:
-        step = pace.step * float(plan.get("step_times", 1))
-        steps = _whole_steps(merged([content, _nested(command.set)]), pace.batches)
-        seconds = (taken - sum(pace.taken)) * float(plan.get("times", 1)) + steps * step
     device = torch.cuda.max_memory_reserved() if cuda else 0
-    disk = sum(p.stat().st_size for p in (root / command.name).rglob("*") if p.is_file())
-    disk = int(disk * float(plan.get("times", 1)))
     return Forecast(command.name, copies, seconds, taken, step, steps, device, _host_peak(), disk)
+
+
+@contextmanager
+def _timed(names: Iterable[str]) -> Iterator[dict[str, float]]:
+    """Seconds that functions take while this lasts; none of them calls another."""
+    spent, kept = dict.fromkeys(names, 0.0), []
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begun = _now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent[name] += _now() - begun
+
+        return call
+
+    for name in spent:
+        place, _, last = name.replace(":", ".").rpartition(".")
+        owner = resolve_name(place)
+        kept.append((owner, last, getattr(owner, last)))
+    try:
+        for (owner, last, function), name in zip(kept, spent, strict=True):
+            setattr(owner, last, timed(name, function))
+        yield spent
+    finally:
+        for owner, last, function in kept:
+            setattr(owner, last, function)
 
 
 def _execute(words: list[str], pace: _Pace | None) -> None:
@@ -277,10 +365,12 @@ def _execute(words: list[str], pace: _Pace | None) -> None:
         run_lightning(words, callbacks=[] if pace is None else [pace])
 
 
-def _whole_steps(content: Mapping[str, Any], batches: int) -> int:
+def _whole(content: Mapping[str, Any], batches: int) -> tuple[int, int]:
+    """Steps and validations of a whole training."""
     trainer = content.get("trainer", {})
     limits = [(trainer.get("max_steps", -1), 1), (trainer.get("max_epochs") or 1000, batches)]
-    return min(number * size for number, size in limits if number > 0)
+    steps = min(number * size for number, size in limits if number > 0)
+    return steps, steps // (batches * int(trainer.get("check_val_every_n_epoch", 1)))
 
 
 class _Data:
@@ -293,12 +383,12 @@ class _Data:
             for path in given.resolve().iterdir():
                 (root / path.name).symlink_to(path, target_is_directory=path.is_dir())
 
-    def provide(self, content: Mapping[str, Any]) -> None:
+    def provide(self, content: Mapping[str, Any], sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Plant what the classes of a configuration read and is not there."""
         for name, options in _classes(content):
             for there, plant in self._sets(name, options):
                 if not (self.root / there).exists():
-                    plant(self.root)
+                    plant(self.root, **sizes.get(there, {}))
 
     def published(self, content: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
         """Flags that have published networks read from a planted archive."""
@@ -311,7 +401,21 @@ class _Data:
             planted.plant_networks(archive, lambda: resolve(model["class_path"])(**model.get("init_args", {})), count)
         return {"command.source": str(self.root / "published"), "command.count": count}
 
-    def _sets(self, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    def reconstructed(self, content: Mapping[str, Any], scan: Mapping[str, int]) -> dict[str, Any]:
+        """The flag that has an untrained network's reconstruction of a small planted scan read."""
+        given = content["command"]["init_args"]["model"]
+        folder = self.root / "_".join(map(str, scan.values()))
+        planted.plant_scan(folder, **scan)
+        data = ScannedTomographyDataModule(folder, num_angles=scan["angles"])
+        data.setup()
+        assert data.problem is not None
+        network = resolve(given["class_path"])(**given.get("init_args", {}))
+        states = {name: t.detach()[None] for name, t in network.state_dict().items()}
+        found = Reconstructions(states, data.problem.truth, torch.zeros(1, device="cpu"), data.problem)
+        found.save(folder / "reconstructions.safetensors")
+        return {"command.reconstructions": str(folder / "reconstructions.safetensors")}
+
+    def _sets(self, name: str, options: Mapping[str, Any]) -> Iterator[tuple[str, Callable[..., None]]]:
         key = "ood_dataset" if "ood_dataset" in options else "ood_ds"
         default = {"IDXDataModule": "mnist", "TomographyDataModule": "kmnist", "CIFARDataModule": "cifar10"}.get(name)
         kinds = [options.get("dataset", default), *([options.get(key)] if options.get("eval_ood") else [])]

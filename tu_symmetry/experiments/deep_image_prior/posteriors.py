@@ -28,6 +28,7 @@ from tu_symmetry.posterior.hamiltonian import HamiltonianChain, estimated_sample
 from tu_symmetry.posterior.network import BayesianNetwork, initialized
 from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality, total_variation
+from tu_symmetry.sparse import gram, sparse_rows
 from tu_symmetry.states import evenly
 from tu_symmetry.tables.outcome import Outcome
 
@@ -38,7 +39,7 @@ ARRAYS = "arrays.safetensors"
 _SHOWN = 3  # samples that are kept for the figures
 _PRIOR = 100  # samples of the first problem's priors, for their total variation
 _FLAT = 1e-9  # precision of pixels, beside their total variation
-_MASKS = 256  # networks with dropout at once
+_MASKED = 256 * 28 * 28  # pixels of all networks with dropout at once
 
 DIP = "DIP (variance 1)"
 DIP_FITTED = "DIP (fitted variance)"
@@ -74,17 +75,26 @@ def unet_priors(model: nn.Module) -> tuple[StructuredPrior, ...]:
 
 
 def one_problem(found: Reconstructions, index: int, model: nn.Module) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
-    """Network (float64), input, operator and measurements of one reconstruction."""
+    """Network (float64), input, operator (in compressed rows where it is sparse) and measurements of one problem."""
     own = copy.deepcopy(model)
     own.load_state_dict({name: t[index] for name, t in found.states.items()})
     problem, count = found.problem, int(found.problem.counts[index])
-    operator = problem.operator[index, :count].double()
+    operator = problem.operator[index]
+    if operator.is_sparse:  # rows beyond the measurements are empty
+        entries = operator.coalesce()
+        lines, pixels = entries.indices()
+        operator = sparse_rows(lines, pixels, entries.values().double(), (count, operator.shape[1]))
+    else:
+        operator = operator[:count].double()
     x = problem.back_projection[index : index + 1].double()
     return own.double().eval(), x, operator, problem.measurements[index, :count].double()
 
 
 def noise_gain(operator: Tensor) -> float:
     """Mean variance of the pixels when unit noise is mapped back by the pseudo-inverse of rank 100."""
+    if operator.layout == torch.sparse_csr:
+        squares = torch.linalg.eigvalsh(gram(operator)).flip(0)[:RANK]
+        return float((1 / squares[squares > squares[0] * 1e-12]).sum()) / operator.shape[1]
     values = torch.linalg.svdvals(operator)[:RANK]
     return float((values[values > values[0] * 1e-12] ** -2).sum() / operator.shape[1])
 
@@ -165,7 +175,9 @@ class _Rows:
         part = slice(*scored.inner) if scored is not None and scored.inner is not None else slice(None)
         seen = (image[None, :, part, part] for image in (mean, truth))
         psnr, ssim = (float(q[0]) for q in image_quality(*seen))
-        spread = drawn.square().mean(0) if len(drawn) else torch.zeros(truth.numel(), dtype=torch.float64, device="cpu")
+        spread = torch.zeros(truth.numel(), dtype=torch.float64, device="cpu")
+        for part in drawn.split(256):
+            spread += part.double().square().sum(0) / max(1, len(drawn))
         self.keep(row, index, mean=mean, deviation=(spread + extra).sqrt().view(truth.shape))
         facts = {"row": row, "problem": index, "psnr": psnr, "ssim": ssim, **further}
         for side in sides:
@@ -312,20 +324,23 @@ def dropout_posterior(
     for index in evenly(len(found), problems):
         network, x, operator, _ = one_problem(found, index, model)
         network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
-        drawn = []
+        kept: dict[str, Any] = {"device": on, "dtype": torch.float64}
+        if patches:
+            kept = {"device": "cpu", "dtype": torch.float32}
+        samples = torch.empty(num_samples, operator.shape[1], **kept)
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(index)
-            for count in _parts(num_samples, _MASKS):
-                drawn.append(network(x.expand(count, -1, -1, -1)).flatten(1).to("cpu" if patches else on).double())
-        samples = torch.cat(drawn)
+            for part in samples.split(max(1, _MASKED // operator.shape[1])):
+                part.copy_(network(x.expand(len(part), -1, -1, -1)).flatten(1))
         if float(samples.std(0).max()) <= 1e3 * torch.finfo(torch.float32).eps * float(samples.abs().max()):
             raise ValueError("all masks give the same image: the model has no dropout (model.dropout > 0)")
         mean = samples.mean(0)
-        centered = samples - mean
         if patches:
+            centered = samples.sub_(mean)
             extra = JITTER + (noise_gain(operator) if noise_correction else 0.0)
             rows.add_patches(DROPOUT, index, mean, centered, patches, extra, scored)
             continue
+        centered = samples - mean
         covariance = centered.mT @ centered / (num_samples - 1)
         rows.add(DROPOUT, index, mean, covariance, noise_gain(operator) + JITTER)
         rows.keep(DROPOUT, index, samples=samples[:_SHOWN].view(-1, *found.images.shape[1:]))
@@ -401,8 +416,7 @@ def sampled_posterior(
         if evaluate_at == "map" and linearized_steps:
             at["weights"] = linearized_weights(observed, y, num_steps=linearized_steps)
         evidence = SampledEvidence(observed, priors, y, **at, **options)
-        gram = torch.linalg.eigvalsh(operator @ operator.mT).flip(0)[:RANK]  # squares of the singular values
-        gain = float((1 / gram[gram > gram[0] * 1e-12]).sum()) / operator.shape[1]
+        gain = noise_gain(operator)
         none = torch.zeros(0, operator.shape[1], dtype=torch.float64, device="cpu")
         rows.add_patches(DIP, index, observed.base, none, patches, gain + JITTER, scored)
         for row, hyperprior in _hyperpriors(found, index, tv_weight, predcp_scale).items():
@@ -413,12 +427,12 @@ def sampled_posterior(
             solver: dict[str, Any] = {"preconditioner": evidence.preconditioner(phi, noise)}
             if assembled_jitter is not None:
                 solver = {"root": evidence.factor(phi, noise, jitter=assembled_jitter)}
-            drawn = []
-            for number, count in enumerate(_parts(num_samples, 16)):
-                zeta = evidence.samples(phi, noise, count=count, seed=16 * number + 1, **solver)[0]
-                drawn.append(observed.unobserved(zeta).double().cpu())
+            drawn = torch.empty(num_samples, operator.shape[1], dtype=dtype, device="cpu")
+            for number, part in enumerate(drawn.split(16)):
+                zeta = evidence.samples(phi, noise, count=len(part), seed=16 * number + 1, **solver)[0]
+                part.copy_(observed.unobserved(zeta))
             extra = JITTER + (noise * gain if noise_correction else 0.0)
-            rows.add_patches(row, index, observed.base, torch.cat(drawn), patches, extra, scored, noise_variance=noise)
+            rows.add_patches(row, index, observed.base, drawn, patches, extra, scored, noise_variance=noise)
             hyperparameters = {
                 f"{prior.name}.{what}": math.exp(value)
                 for prior in priors
@@ -540,7 +554,7 @@ def patch_log_density(
     for top in range(first // side * side, min(last, height), side):
         for left in range(first // side * side, min(last, width), side):
             own = index[top : top + side, left : left + side].reshape(-1)
-            drawn = samples[:, own]
+            drawn = samples[:, own].double()
             covariance = drawn.mT @ drawn / max(1, len(drawn))
             if scored is not None and scored.reweighted:
                 covariance = 0.5 * (covariance + torch.diag(covariance.diagonal()))

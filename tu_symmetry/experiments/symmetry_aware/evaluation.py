@@ -242,7 +242,7 @@ class Judge:
             store = SampleStore.create(self.forms / name, architecture=form.name, method="canonical form")
         kinds = {n: t.dtype for n, t in networks.members[0][0][0].items()}
         begun, done = len(store), 0
-        for block in networks.blocks(self.device):
+        for block in networks.blocks(self.device) if begun < len(networks) else ():
             count = sample_count(block)
             if (done := done + count) > begun:
                 made = form.apply(self.graph, block)

@@ -191,6 +191,8 @@ def _weak(found: Found) -> Answer:
     words, largest, least = [], 0.0, 1.0
     for name, d in found["diversity"].items():
         low, high = d["correlation_interval"]
+        if None in (d["correlation"], low, high):  # of three networks, say
+            return Answer("undecided", f"{name}: too few pairs for a correlation and its interval")
         words.append(f"{name}: {d['correlation']:+.2f} [{low:+.2f}, {high:+.2f}]")
         largest = max(largest, abs(d["correlation"]))
         least = min(least, 0.0 if low < 0 < high else min(abs(low), abs(high)))

@@ -11,8 +11,10 @@ from torch.func import vjp, vmap
 
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.sparse import transposed_rows
 
 _ROWS = 56  # of the Jacobian at once
+_OUTPUTS = 1 << 21  # of all vectors that are multiplied with the Jacobian at once
 
 
 class FlatTangentModel(TangentModel):
@@ -45,11 +47,14 @@ def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotange
 
 
 def require_observation(matrix: Tensor | None, outputs: Tensor) -> Tensor:
-    """``A`` ``[values, outputs]`` in the place and dtype of the outputs ``[outputs]``; the identity for None."""
+    """``A`` ``[values, outputs]`` in the place and dtype of the outputs ``[outputs]``; the identity for None.
+
+    It may be in compressed rows (``sparse_csr``).
+    """
     if matrix is None:
         return torch.eye(len(outputs), device="cpu").to(outputs)
-    shape = tuple(matrix.shape)
-    if not matrix.is_floating_point() or matrix.ndim != 2 or shape[1] != len(outputs) or not matrix.isfinite().all():
+    shape, entries = tuple(matrix.shape), matrix.values() if matrix.layout == torch.sparse_csr else matrix
+    if not matrix.is_floating_point() or matrix.ndim != 2 or shape[1] != len(outputs) or not entries.isfinite().all():
         raise ValueError(
             f"the observation has to be a matrix of finite real numbers [values, {len(outputs)} outputs], got "
             f"{matrix.dtype} of shape {shape}: an operator of another image size, or one that has to be transposed?"
@@ -70,7 +75,10 @@ def require_measurements(measurements: Tensor, matrix: Tensor) -> Tensor:
 
 
 class ObservedTangent:
-    """``A J`` of one batch of inputs and its transpose, matrix-free: what the sampling-based evidence works on."""
+    """``A J`` of one batch of inputs and its transpose, matrix-free: what the sampling-based evidence works on.
+
+    Vectors are multiplied with the Jacobian some at a time, as many as have two million outputs together.
+    """
 
     def __init__(self, tangent: TangentModel, inputs: Any, matrix: Tensor | None = None) -> None:
         self.tangent, self.inputs, self.size = tangent, inputs, tangent.size
@@ -78,19 +86,22 @@ class ObservedTangent:
             self._outputs = tangent.outputs(inputs)
         self.base = self._outputs.reshape(-1)
         self.matrix = require_observation(matrix, self.base)
+        self._transpose = transposed_rows(self.matrix)
+        self.at_once = max(1, _OUTPUTS // len(self.base))
 
     def forward(self, vectors: Tensor) -> Tensor:
         """``A J v``: ``[count, size] -> [count, values]``."""
-        return self.unobserved(vectors) @ self.matrix.mT
+        return (self.matrix @ self.unobserved(vectors).mT).mT
 
     def unobserved(self, vectors: Tensor) -> Tensor:
         """``J v``: ``[count, size] -> [count, outputs]``."""
         with evaluating(self.tangent.model):
-            return self.tangent.jvps(self.inputs, vectors).flatten(1)
+            found = [self.tangent.jvps(self.inputs, part).flatten(1) for part in vectors.split(self.at_once)]
+        return torch.cat(found)
 
     def adjoint(self, values: Tensor) -> Tensor:
         """``J^T A^T u``: ``[count, values] -> [count, size]``."""
-        back = (values @ self.matrix).view(-1, *self._outputs.shape)
+        back = (self._transpose @ values.mT).mT.reshape(-1, *self._outputs.shape)
         with evaluating(self.tangent.model), torch.enable_grad():
             pullback = vjp(self.tangent.function(self.inputs), self.tangent.parameters())[1]
-            return _gradients(self.tangent, pullback, back)
+            return torch.cat([_gradients(self.tangent, pullback, part) for part in back.split(self.at_once)])

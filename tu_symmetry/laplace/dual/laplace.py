@@ -150,6 +150,7 @@ class DualLaplace(Brief):
         with evaluating(self.model), torch.no_grad():
             found, self._shape = self.tangent.outputs(inputs), self.model(*args, **kwargs).shape
         matrix = require_observation(self.observation, found.reshape(-1).double())
+        matrix = matrix.to_dense() if matrix.layout == torch.sparse_csr else matrix
         y = require_measurements(targets, matrix)
         kernels = 8 * found.numel() ** 2 * (sum(len(p.basis) for p in self.blocks.values()) + 8)
         require_memory(

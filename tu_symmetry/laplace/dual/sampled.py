@@ -150,7 +150,10 @@ class SampledEvidence:
 
     def _kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
         """``A J S J^T A^T u`` for ``[count, m]``."""
-        return self.operator.forward(self.blocks.times("covariance", phi, self.operator.adjoint(vectors)))
+        parts = vectors.split(self.operator.at_once)  # of the size of the weights each
+        return torch.cat(
+            [self.operator.forward(self.blocks.times("covariance", phi, self.operator.adjoint(part))) for part in parts]
+        )
 
     def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> Product | None:
         """A preconditioner of the given rank, at these hyperparameters."""

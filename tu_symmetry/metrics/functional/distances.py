@@ -14,6 +14,7 @@ from tu_symmetry.symmetry.randomness import own_generator
 
 _ENTRIES = 2**28  # of the vectors that are on the device at a time
 _PROJECTIONS = 128
+_COLUMNS = 2**16  # whose directions are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ class Projections:
 
     def add(self, columns: Tensor) -> None:
         """Add ``(N, columns)``."""
-        shape = (columns.shape[1], _PROJECTIONS)
-        directions = torch.randn(shape, generator=self.source, dtype=torch.float64, device=self.source.device)
-        self.squares += directions.square().sum(0).cpu()
-        part = columns.double() @ directions.to(columns.device)
-        self.sums = part if self.sums is None else self.sums + part
+        for own in columns.split(_COLUMNS, 1):
+            shape = (own.shape[1], _PROJECTIONS)
+            directions = torch.randn(shape, generator=self.source, dtype=torch.float64, device=self.source.device)
+            self.squares += directions.square().sum(0).cpu()
+            part = own.double() @ directions.to(columns.device)
+            self.sums = part if self.sums is None else self.sums + part
 
     def wasserstein(self, count_x: int) -> Tensor:
         """Root of the mean over the directions of the squared 2-Wasserstein distance of the projections.
