@@ -16,62 +16,120 @@ from zoo import discovered, named, outputs, relative, weights
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import rotation_matching
-from tu_symmetry.symmetry import SignedPermutation, apply_linear, apply_signed, random_linear
+from tu_symmetry.scaling.folding import fold_norms
+from tu_symmetry.symmetry import LinearGroup, SignedPermutation, apply_linear, apply_signed, random_linear
 from tu_symmetry.symmetry.action import linear_tensors
 
 State = dict[str, Tensor]
 
-# What is said are the sizes of general linear groups, and of orthogonal ones with a minus.
+# What is said are the sizes of linear groups: general, orthogonal (O) and centered ones (C); with a star where gains have
+# to be folded. Pairs under rotary positions are Z.
 WRITTEN = """
-deep_linear(x=(3, 5)) has [4, 6]
+deep_linear(x=(3, 5)) has 4 6
     a=(5, 4), b=(4, 6), c=(6, 2)
     return self.c(self.b(self.a(x)))
-low_rank(x=(3, 5)) has [2]
+low_rank(x=(3, 5)) has 2
     w=(5, 6), a=nn.Linear(5, 2, False), b=nn.Linear(2, 6), head=(6, 2)
     return self.head(torch.relu(self.w(x) + 0.5 * self.b(self.a(x))))
-tied(x=(3, 5)) has [-4]
+tied(x=(3, 5)) has O4
     a=nn.Linear(5, 4, False)
     return self.a(x) @ self.a.weight
-residual(x=(3, 5)) has [4]
+residual(x=(3, 5)) has 4
     a=(5, 4), b=(4, 4), c=(4, 2)
     h = self.a(x)
     return self.c(h - 0.5 * self.b(h))
-two_parts(x=(3, 5)) has [3, 3]
+two_parts(x=(3, 5)) has 3 3
     a=(5, 6), c=(6, 2)
     one, two = self.a(x).chunk(2, 1)
     return self.c(torch.cat([two, one], 1))
-picture(x=(2, 3, 6, 6)) has [4]
+picture(x=(2, 3, 6, 6)) has 4
     a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1)
     return F.relu(self.b(F.pad(self.a(x), (1, 1, 1, 1))))
-tokens(x=torch.tensor([[1, 4, 2]])) has [4]
+tokens(x=torch.tensor([[1, 4, 2]])) has 4
     a=nn.Embedding(6, 4), b=(4, 3)
     return F.gelu(self.b(self.a(x)))
-scaled(x=(3, 5)) has [4]
+scaled(x=(3, 5)) has 4
     a=(5, 4), s=[1], c=(4, 2)
     return self.c(self.a(x) * self.s * x.sum(1, keepdim=True).exp())
-gains(x=(3, 5)) has []
+gains(x=(3, 5)) has 4*
     a=(5, 4), s=[4], c=(4, 2)
     return self.c(self.a(x) * self.s)
-shifted(x=(3, 5)) has []
+shifted(x=(3, 5)) has 
     a=(5, 4), s=[1], c=(4, 2)
     return self.c(self.a(x) + self.s)
-constants(x=(3, 5)) has []
+constants(x=(3, 5)) has 
     a=(5, 4), c=(4, 2)
     return self.c(self.a(x) + 1.0) + self.a(x).sum(1, keepdim=True)
-activation(x=(3, 5)) has []
+activation(x=(3, 5)) has 
     a=(5, 4), c=(4, 2)
     return self.c(torch.relu(self.a(x)) + self.a(x))
-normalized(x=(3, 5)) has []
+normalized(x=(3, 5)) has O4*
     a=(5, 4), n=nn.RMSNorm(4), c=(4, 2)
     return self.c(self.n(self.a(x)))
-table_with_bias(x=(3, 5)) has [5]
+table_with_bias(x=(3, 5)) has 5
     p=[4, 5], a=(5, 6), b=nn.Linear(4, 2, False)
     return self.b(F.linear(x, self.a(self.p)[:, :5]))
+layer(x=(3, 5)) has C4*
+    a=(5, 4), n=nn.LayerNorm(4), c=(4, 2)
+    return self.c(self.n(self.a(x)))
+stream(x=(2, 3, 5)) has O4*
+    a=(5, 4), n=nn.RMSNorm(4), b=(4, 6), c=(6, 4), m=nn.RMSNorm(4), d=(4, 2)
+    h = self.a(x)
+    h = h + self.c(torch.relu(self.b(self.n(h))))
+    return self.d(self.m(h))
+squares(x=(3, 5)) has O4
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h * (h * h).mean(-1, keepdim=True).rsqrt()) + h.pow(2).sum(-1, keepdim=True)
+lengths(x=(3, 5)) has O4
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h / h.norm(dim=-1, keepdim=True)) + torch.linalg.vector_norm(h, dim=1, keepdim=True)
+distances(x=(3, 5)) has O4
+    a=(5, 4)
+    h = self.a(x)
+    return (h.unsqueeze(1) - h.unsqueeze(0)).square().sum(-1)
+similar(x=(2, 4, 5)) has O3 O3 3 3
+    q=(5, 6), k=(5, 6), v=(5, 6), o=(6, 2)
+    q, k, v = (f(x).unflatten(-1, (2, 3)).transpose(1, 2) for f in (self.q, self.k, self.v))
+    q, k = (t * t.pow(2).mean(-1, keepdim=True).rsqrt() for t in (q, k))
+    return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+similar_gains(x=(2, 4, 5)) has O3* O3* 3 3
+    q=(5, 6), k=(5, 6), v=(5, 6), n=nn.RMSNorm(3), o=(6, 2)
+    q, k, v = (f(x).unflatten(-1, (2, 3)).transpose(1, 2) for f in (self.q, self.k, self.v))
+    return self.o(F.scaled_dot_product_attention(self.n(q), self.n(k), v).transpose(1, 2).flatten(2))
+gain_read_twice(x=(3, 5)) has 4*
+    a=(5, 4), s=[4], c=(4, 2)
+    return self.c(self.a(x) * self.s) + self.s.sum()
+half_squared(x=(3, 5)) has O2 2
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h) + h[:, :2].pow(2).sum(-1, keepdim=True)
+squares_of_rows(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h * h.pow(2).mean(0, keepdim=True).rsqrt())
+squares_read(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    s = self.a(x).pow(2)
+    return self.c(s) + s.sum(1, keepdim=True)
+cubes(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h) + h.pow(3).sum(1, keepdim=True)
+absolute(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h) + h.norm(p=1, dim=1, keepdim=True)
+made_gain(x=(3, 5)) has
+    a=(5, 4), s=[4], c=(4, 2)
+    return self.c(self.a(x) * self.s.tanh())
+two_axes(x=(2, 3, 5)) has
+    a=(5, 4), n=nn.LayerNorm((3, 4)), c=(4, 2)
+    return self.c(self.n(self.a(x)))
 """
 ENTRIES = list(entries(WRITTEN, {"nn": nn, "torch": torch, "F": F}))
 MIXED = [case for case in CASES if case.linears]
-# here the stream itself may be rotated, and the search ends in an optimum that depends on its start
-STREAMS = ("EinsumAttention", "HeadsLast", "StackedExperts")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
@@ -80,13 +138,22 @@ def test_groups_are_those_counted_by_hand(entry: Entry) -> None:
     model, inputs = entry.build().double().eval(), entry.inputs(0, torch.float64)
     graph = tus.discover_symmetries(model, inputs)
     tus.verify_symmetries(graph, model, inputs, on_failure="raise")
-    found = sorted(-g.size if g.orthogonal else g.size for g in graph.linears for _ in range(math.prod(g.blocks)))
-    assert found == sorted(eval(entry.words.removeprefix("has ")))
-    state = model.state_dict()
-    moved = apply_linear(graph, random_linear(graph, generator=torch.Generator().manual_seed(1)), state)
+    assert sorted(map(told, blocks_of(graph))) == sorted(entry.words.split()[1:])
+    state = fold_norms(graph, model.state_dict())
+    state |= {name: torch.full_like(state[name], 0.7) for g in graph.linears for name in g.constant}
+    moved = apply_linear(graph, random_linear(graph, generator=torch.Generator().manual_seed(1), folded=True), state)
     assert relative(outputs(model, state, inputs), outputs(model, moved, inputs)) < 1e-9
     for group in graph.linears:
         assert any(not torch.equal(moved[m.parameter], state[m.parameter]) for m in group.members)
+
+
+def told(group: LinearGroup) -> str:
+    letter = {"general": "", "orthogonal": "O", "centered": "C", "complex": "Z"}[group.subgroup]
+    return letter + ("" if letter == "Z" else str(group.size)) + ("*" if group.constant else "")
+
+
+def blocks_of(graph: tus.SymmetryGraph) -> list[LinearGroup]:
+    return [g for g in graph.linears for _ in range(math.prod(g.blocks))]
 
 
 @pytest.mark.parametrize("case", MIXED, ids=lambda c: c.name)
@@ -107,23 +174,30 @@ def test_matrices_act_as_a_group(case: Case) -> None:
 
 def test_values_and_queries_of_each_head_are_mixed_by_a_matrix_of_its_own() -> None:
     _, graph = discovered(next(c for c in CASES if c.name == "transformer_separate"))
-    queries, values = graph.linears
+    queries, values = (g for g in graph.linears if g.subgroup == "general")
     assert (queries.blocks, queries.size, queries.orthogonal) == ((3,), 4, False)
-    told = [{(m.parameter.split(".")[-2], m.axis): m.exponent for m in g.members} for g in (queries, values)]
-    assert told == [{("q", 0): 1.0, ("k", 0): -1.0}, {("v", 0): 1.0, ("out", 1): -1.0}]
-    assert "Linear groups" in str(graph) and "2 groups, 96 dimensions" in str(graph)
+    places = [{(m.parameter.split(".")[-2], m.axis): m.exponent for m in g.members} for g in (queries, values)]
+    assert places == [{("q", 0): 1.0, ("k", 0): -1.0}, {("v", 0): 1.0, ("out", 1): -1.0}]
+    assert "Linear groups" in str(graph) and "general" not in str(graph)
     rotary = discovered(next(c for c in CASES if c.name == "TinyLlama"))[1]
-    assert [m.parameter.split(".")[-2] for g in rotary.linears for m in g.members] == ["v", "v", "out"]
+    assert sorted(map(told, rotary.linears)) == ["4", "O8*", "Z"]
+    pairs = next(g for g in rotary.linears if g.subgroup == "complex")
+    assert [(m.parameter.split(".")[-2], m.exponent) for m in pairs.members] == [
+        ("q", 1.0),
+        ("q", 1.0),
+        ("k", -1.0),
+        ("k", -1.0),
+    ]
 
 
-@pytest.mark.parametrize("case", [c for c in MIXED if c.name not in STREAMS], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", MIXED, ids=lambda c: c.name)
 @pytest.mark.parametrize("signs", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_planted_rotations_are_found(case: Case, signs: bool, noise: float) -> None:
-    """Heads in another order, and rotated: the network comes as near as it was before it was moved."""
+    """Heads in another order, and rotated, streams too: the network comes as near as it was before it was moved."""
     model, graph = discovered(case)
     found = [planted(graph, model.state_dict(), seed, noise, signs=signs) for seed in range(2)]
-    assert all(after <= before * (1 + 1e-6) + 1e-6 for before, after in found), found
+    assert all(after <= before * (1 + 1e-6) + 1e-4 for before, after in found), found
 
 
 def planted(graph: tus.SymmetryGraph, like: State, seed: int, noise: float, *, signs: bool) -> tuple[float, float]:
@@ -132,15 +206,16 @@ def planted(graph: tus.SymmetryGraph, like: State, seed: int, noise: float, *, s
 
     def normal() -> State:
         drawn = {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in like.items()}
-        return {n: drawn[first[n]] for n in like}
+        gains = {name for group in graph.linears for name in group.constant}
+        return {n: torch.ones_like(t) if first[n] in gains else drawn[first[n]] for n, t in like.items()}
 
     reference, other = normal(), normal()
-    near = {n: t + noise * other[n] for n, t in reference.items()}
+    near = fold_norms(graph, {n: t + noise * other[n] for n, t in reference.items()})
     element = SignedPermutation(tus.random_permutation(graph, generator=generator), {})
     if signs:
         element = element._replace(signs=tus.random_signs(graph, generator=generator))
-    rotations = random_linear(graph, generator=generator, std=0.0)
-    moved = apply_linear(graph, rotations, apply_signed(graph, element, near))
+    rotations = random_linear(graph, generator=generator, std=0.0, folded=True)
+    moved = apply_linear(graph, rotations, fold_norms(graph, apply_signed(graph, element, near)))
     matching = rotation_matching(graph, reference, moved, signs=signs)
     back = linear_tensors(graph, matching.maps, apply_signed(graph, matching.element, moved))
     assert matching.distance_after == pytest.approx(distance(graph, reference, back), abs=1e-6)
@@ -178,7 +253,7 @@ def test_rotations_never_take_networks_farther_apart() -> None:
 
 def test_mistakes_are_named() -> None:
     _, graph, state = named("transformer_separate")
-    group = graph.linears[0]
+    group = next(g for g in graph.linears if g.subgroup == "general")
     for message, value in {"singular": torch.zeros(group.shape), "has shape": torch.eye(4)}.items():
         with pytest.raises(tus.SymmetryError, match=message):
             apply_linear(graph, {group.name: value}, state)

@@ -1,13 +1,16 @@
 """Rotations of units that nothing but linear maps makes and reads: orthogonal Procrustes, beside signed permutations.
 
-What speaks for pairing two attention heads, whatever rotations their units have gone through, is the sum of the
-singular values of the Gram matrix between their units: what the best rotation gives. So heads are paired as blocks.
+Units that what is fixed already makes or reads (tokens, pixels, classes) are rotated first, so that all others can be
+matched behind them: of a residual stream that was rotated, no order of units speaks. What speaks for pairing two
+attention heads, whatever rotations their units have gone through, is the sum of the singular values of the Gram matrix
+between their units: what the best rotation gives. So heads are paired as blocks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,12 +20,14 @@ from tu_symmetry.alignment.assignment import assign_family, flat_source
 from tu_symmetry.alignment.gram import Family, member_gram, widened
 from tu_symmetry.alignment.matching import Matching, Solver, inner_product, weight_distance, weight_matching
 from tu_symmetry.alignment.signed import PairSigns, Search, signed_matching
-from tu_symmetry.symmetry.action import compose_signed, linear_tensors, signed_tensors
-from tu_symmetry.symmetry.elements import Maps, SignedPermutation
+from tu_symmetry.symmetry.action import compose_signed, linear_tensors, mix_axis, signed_tensors, unfolded
+from tu_symmetry.symmetry.elements import Maps, SignedPermutation, closest_matrices
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup
+from tu_symmetry.symmetry.groups import Group, LinearGroup, PermutationGroup, PermutationMember, SignGroup
 
 _MOST_SWEEPS = 20
+_MOST_TURNS = 200
+_SETTLED = 1e-6  # rotations that meet each other settle slowly: they go on below what a sweep has to gain
 
 
 def rotation_matching(
@@ -38,37 +43,115 @@ def rotation_matching(
     It maximizes ``sum_T <reference_T, moved_T>`` over all parameters, from what :func:`~tu_symmetry.weight_matching`
     (or, with ``signs``, :func:`~tu_symmetry.alignment.signed_matching`) finds: over blocks of rotated units as wholes,
     over rotations by orthogonal Procrustes (Schonemann 1966), in closed form, and over all other groups, until nothing
-    gains. General linear groups are searched for orthogonal matrices only, which keep the norms of weights.
+    gains. General linear groups are searched for orthogonal matrices only, which keep the norms of weights. Groups that
+    act where norms are folded are searched if both networks' are (:func:`~tu_symmetry.fold_norms`).
 
     Law: the result is no farther from the reference than what it begins with (up to 1e-7 of the weights' squared
-    norms). In networks whose stream itself may be rotated it ends in an optimum that depends on the start.
+    norms).
 
     Raises:
         SymmetryError: as :func:`~tu_symmetry.weight_matching`.
     """
-    if signs:
-        found = signed_matching(graph, reference_state, state, solver=solver)
-    else:
-        found = weight_matching(graph, reference_state, state, solver=solver)
+    match = signed_matching if signs else weight_matching
+    found = match(graph, reference_state, state, solver=solver)
+    pair = widened(graph, reference_state, state)
+    free = (g for g in graph.linears if not any(unfolded(graph, g, one) for one in pair))
+    graph = replace(graph, linears=tuple(free))
+    if not signs:
         graph = replace(graph, signs=(), sign_terms={})
     if not graph.linears:
         return found
-    search = _Rotations(graph, *widened(graph, reference_state, state))
-    best, maps, sweeps = search.rotated(found.element)
-    moved = linear_tensors(graph, maps, signed_tensors(graph, best, state))
+    search = _Rotations(graph, *pair)
+    results = [_result(search, found, {}, *search.rotated(found.element))]
+    placed, first, told = search.placed()
+    gone = (g for g in (*graph.permutations, *graph.signs) if _met(g, placed))
+    still = graph._without(dict.fromkeys(gone, "mixed"))  # rotations are more than orders and signs
+    still = replace(still, linears=(*(g for g in graph.linears if g not in placed), *placed))  # what is placed stays, first
+    while placed and len(results) <= _MOST_SWEEPS:
+        element = match(still, pair[0], told, solver=solver).element
+        if len(results) == 1:
+            element, _, _ = _Rotations(still, pair[0], told).rotated(element)
+        turned = linear_tensors(graph, first, pair[1])
+        element, maps, sweeps = _Rotations(still, pair[0], turned).rotated(element)
+        results.append(_result(search, found, first, element, maps, sweeps))
+        if len(results) > 2 and results[-1].objective <= results[-2].objective + search.least:
+            break
+        first = {name: maps[name] @ own for name, own in first.items()}
+        told = linear_tensors(graph, first, pair[1])
+    return min(results, key=lambda result: result.distance_after)
+
+
+def _result(
+    search: _Rotations, start: Matching, first: Maps, element: SignedPermutation, maps: Maps, sweeps: int
+) -> Matching:
+    """What rotations, then an element and then rotations make of the second of two networks."""
+    graph, (reference, state) = search.graph, search.whole
+    whole = maps | {name: maps[name] @ own for name, own in first.items()}
+    element = SignedPermutation(search.identity | element.permutation, search.named({}) | element.signs)
+    moved = linear_tensors(graph, whole, signed_tensors(graph, element, state))
     return replace(
-        found,
-        permutation=best.permutation,
-        signs=best.signs,
-        maps=maps,
-        objective=inner_product(graph, reference_state, moved),
-        sweeps=found.sweeps + sweeps,
-        distance_after=weight_distance(graph, reference_state, moved),
+        start,
+        permutation=element.permutation,
+        signs=element.signs,
+        maps=whole,
+        objective=inner_product(graph, reference, moved),
+        sweeps=start.sweeps + sweeps,
+        distance_after=weight_distance(graph, reference, moved),
+    )
+
+
+def _met(group: PermutationGroup | SignGroup, linears: Sequence[LinearGroup]) -> bool:
+    """Whether linear groups mix what a group moves."""
+    return any(
+        (m.parameter, m.axis) == (o.parameter, o.axis)
+        and not (isinstance(m, PermutationMember) and not bool(torch.isin(m.index, o.index).any()))
+        for m in group.members
+        for linear in linears
+        for o in linear.members
     )
 
 
 class _Rotations(Search):
     """Two networks, of whose second the units, signs and rotations move."""
+
+    def placed(self) -> tuple[list[LinearGroup], Maps, dict[str, Tensor]]:
+        """Groups of units that what is fixed makes or reads, rotated one behind the other, and their rotations.
+
+        The third result is the state with these units where something tells how they are rotated, and zeros elsewhere.
+        """
+        movers: dict[str, set[tuple[int, Group]]] = defaultdict(set)
+        for group in (*self.graph.permutations, *self.graph.linears):
+            for member in group.members:
+                movers[member.parameter].add((member.axis, group))
+        moved, found, maps = dict(self.state), list[LinearGroup](), Maps()
+        told = dict(self.whole[1])
+        left = [g for g in self.graph.linears if not g.blocks and g.subgroup != "complex"]
+        while left:
+            anchored = {
+                group: [
+                    m
+                    for m in group.members
+                    if all(
+                        axis == m.axis or other in found or (isinstance(other, PermutationGroup) and _met(other, found))
+                        for axis, other in movers[m.parameter]
+                    )
+                ]
+                for group in left
+            }
+            group = max(left, key=lambda g: sum(moved[m.parameter].numel() for m in anchored[g]))
+            if not anchored[group]:
+                break
+            left.remove(group)
+            found.append(group)
+            gram = self._gram(replace(group, members=tuple(anchored[group])), moved)[0, :, 0]
+            maps[group.name] = closest_matrices(group, gram)
+            moved = linear_tensors(self.graph, {group.name: maps[group.name]}, moved)
+            turn, sizes, back = torch.linalg.svd(gram)
+            part = (turn * (sizes > 1e-6 * sizes[0])) @ back
+            for member in group.members:
+                for name in self.graph.aliases[member.parameter]:
+                    told[name] = mix_axis(told[name], member, part, len(self.graph.shapes[member.parameter]))
+        return found, maps, told
 
     def rotated(self, element: SignedPermutation) -> tuple[SignedPermutation, Maps, int]:
         """From an element to one that no step improves, with its rotations, and the number of sweeps."""
@@ -97,16 +180,15 @@ class _Rotations(Search):
     def _procrustes(self, moved: Mapping[str, Tensor]) -> Maps:
         """The rotations of all groups, one after the other until nothing gains."""
         found: Maps = {}
-        for _ in range(_MOST_SWEEPS):
+        for _ in range(_MOST_TURNS):
             before = self.product(moved)
             for group in self.graph.linears:
                 gram = self._gram(group, moved)
                 blocks = torch.arange(len(gram), device="cpu")
-                left, _, right = torch.linalg.svd(gram[blocks, :, blocks])
-                rotation = (left @ right).reshape(group.shape)
+                rotation = closest_matrices(group, gram[blocks, :, blocks].reshape(group.shape))
                 moved = linear_tensors(self.graph, {group.name: rotation}, moved)
                 found[group.name] = rotation @ found[group.name] if group.name in found else rotation
-            if self.product(moved) <= before + self.least:
+            if self.product(moved) <= before + _SETTLED * self.least:
                 break
         return found
 
@@ -119,13 +201,8 @@ class _Rotations(Search):
         return total.reshape(*shape, *shape)
 
     def _mixed(self, group: PermutationGroup) -> bool:
-        """Whether a linear group mixes what a group permutes."""
-        return any(
-            (m.parameter, m.axis) == (o.parameter, o.axis) and bool(torch.isin(m.index, o.index).any())
-            for m in group.members
-            for linear in self.graph.linears
-            for o in linear.members
-        )
+        """Whether a linear group mixes what a group permutes (pairs of units do not: their blocks move whole)."""
+        return _met(group, [g for g in self.graph.linears if g.subgroup != "complex"])
 
     def _rotated(self, family: Family) -> list[tuple[LinearGroup, Tensor]]:
         """The linear groups whose blocks are units of a family's root, and which unit each block is of."""
@@ -138,7 +215,8 @@ class _Rotations(Search):
                     owner = torch.full((self.graph.shapes[member.parameter][member.axis],), -1, device="cpu")
                     owner[member.index] = torch.arange(family.root.size, device="cpu").unsqueeze(1)
                     units = owner[held.reshape(math.prod(group.blocks), -1)]
-                    if bool((units == units[:, :1]).all()) and sorted(units[:, 0].tolist()) == list(range(len(units))):
+                    every = units[:, 0].bincount(minlength=family.root.size) if bool((units >= 0).all()) else units[:0]
+                    if bool((units == units[:, :1]).all()) and bool((every == every[:1]).all()) and len(every):
                         found.append((group, units[:, 0]))
                     break
         return found
@@ -146,17 +224,21 @@ class _Rotations(Search):
     def _blocks(self, family: Family, element: SignedPermutation) -> SignedPermutation:
         """Pair the blocks of a family whose units are rotated by what the best rotations give."""
         rotated = self._rotated(family)
-        if not rotated or family.coupled or any(len(units) != family.root.size for _, units in rotated):
+        if not rotated or family.coupled:
             return element
         moved = signed_tensors(self.graph, element, self.state)
         kept = replace(family, children=tuple(c for c in family.children if not self._mixed(c)))
-        pairs = {
-            g.name: PairSigns(self.parts(family, g, moved, family.tensors), {}, self.zeros(g)) for g in kept.groups
-        }
+        paired = {m.parameter for group, _ in rotated if group.subgroup == "complex" for m in group.members}
+        told = [name for name in family.tensors if name not in paired]
+        pairs = {g.name: PairSigns(self.parts(family, g, moved, told), {}, self.zeros(g)) for g in kept.groups}
         best = {name: pair.best.clone() for name, pair in pairs.items()}
         for group, units in rotated:
             gram = self._gram(group, moved).permute(0, 2, 1, 3)
-            best[family.root.name][units.unsqueeze(1), units] += torch.linalg.svdvals(gram).sum(-1)
+            inside = units.argsort(stable=True).reshape(family.root.size, -1)  # the blocks of each unit of the root
+            for own in inside.T:
+                part = gram[own.unsqueeze(1), own]
+                speaks = (closest_matrices(replace(group, blocks=part.shape[:2]), part) * part).sum((-2, -1))
+                best[family.root.name] += speaks
         permutation = assign_family(kept, best)
         signs: dict[int, int] = {}
         for own in kept.groups:

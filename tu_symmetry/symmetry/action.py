@@ -264,6 +264,8 @@ def _flat_signs(graph: SymmetryGraph, signs: Signs) -> Tensor:
 def apply_linear(graph: SymmetryGraph, maps: Maps, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Mix units by matrices, which leaves the function unchanged: what makes them by ``A``, what reads them to match.
 
+    Law: the product of two elements acts as one after the other; a group's ``subgroup`` tells which there are.
+
     Args:
         graph: the architecture's symmetry graph (verified on first use).
         maps: group name to ``[*blocks, size, size]``, for linear groups; others stay. The new unit ``j`` is
@@ -271,11 +273,29 @@ def apply_linear(graph: SymmetryGraph, maps: Maps, state: Mapping[str, Tensor]) 
         state: state dict, or a stack of states with leading sample axes; every sample is mixed alike.
 
     Raises:
-        SymmetryError: what does not belong to the graph, singular matrices, and others where a group is orthogonal.
+        SymmetryError: what does not belong to the graph, matrices that are not of a group's ``subgroup``, and gains
+            that are not folded where a group asks for it.
     """
     graph.require_verified()
     graph.check_state(state, finite=False)
+    for group in graph.linears:
+        if group.name in maps and (gain := unfolded(graph, group, state)):
+            raise SymmetryError(
+                f"the group {group.name!r} mixes units that the gain {gain!r} multiplies one by one: its entries have "
+                "to be equal. Fold the norms into what reads them first, state = tu_symmetry.fold_norms(graph, state); "
+                "a gain that is still there is read by tensors that have other readers (a head that is tied to the "
+                "embedding)"
+            )
     return linear_tensors(graph, maps, state)
+
+
+def unfolded(graph: SymmetryGraph, group: LinearGroup, state: Mapping[str, Tensor]) -> str:
+    """The first gain with different entries that keeps a linear group from acting on a state; empty if none does."""
+    for name in group.constant:
+        gain = state[name].detach().to(torch.float64)
+        if not torch.allclose(gain, gain.mean(-1, keepdim=True), rtol=1e-6, atol=0):
+            return name
+    return ""
 
 
 def linear_tensors(graph: SymmetryGraph, maps: Maps, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -284,9 +304,16 @@ def linear_tensors(graph: SymmetryGraph, maps: Maps, tensors: Mapping[str, Tenso
     groups = {g.name: g for g in graph.linears}
     for name in sorted(maps.keys() - groups.keys()):
         raise graph.unknown_group(name, groups)
+    return mix_tensors({groups[name]: given for name, given in maps.items()}, graph, tensors)
+
+
+def mix_tensors(
+    maps: Mapping[LinearGroup, Tensor], graph: SymmetryGraph, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """As :func:`linear_tensors`, for groups that need not be among the graph's."""
     mixed = as_given(tensors, tensors)
-    for name, given in maps.items():
-        group, matrices = groups[name], given.detach().to(torch.float64)
+    for group, given in maps.items():
+        matrices = given.detach().to(torch.float64)
         inverse = _inverse_transposed(group, matrices)
         for member in group.members:
             own = matrices if member.exponent > 0 else inverse
@@ -294,7 +321,7 @@ def linear_tensors(graph: SymmetryGraph, maps: Maps, tensors: Mapping[str, Tenso
                 if alias in mixed:
                     ndim = len(graph.shapes[member.parameter])
                     wide = torch.promote_types(mixed[alias].dtype, torch.float64)
-                    mixed[alias] = _mix_axis(mixed[alias].to(wide), member, own, ndim).to(mixed[alias].dtype)
+                    mixed[alias] = mix_axis(mixed[alias].to(wide), member, own, ndim).to(mixed[alias].dtype)
     return mixed
 
 
@@ -306,12 +333,30 @@ def _inverse_transposed(group: LinearGroup, matrices: Tensor) -> Tensor:
     if bool(wrong.any()) or not bool(torch.isfinite(found).all()):
         raise SymmetryError(f"maps[{group.name!r}] holds a singular matrix, or NaN: units would be lost")
     found = found.mT
-    if group.orthogonal and not torch.allclose(found, matrices, rtol=0, atol=1e-6):
-        raise SymmetryError(f"maps[{group.name!r}] must be orthogonal: the same tensor makes and reads these units")
+    wrong = {
+        "general": False,
+        "orthogonal": not torch.allclose(found, matrices, rtol=0, atol=1e-6),
+        "centered": not torch.allclose(found, matrices, rtol=0, atol=1e-6)
+        or not torch.allclose(matrices.sum(-1), matrices.sum((-2, -1)).sign().unsqueeze(-1), rtol=0, atol=1e-6),
+        "complex": group.size == 2 and not torch.allclose(_turned(matrices), matrices, rtol=0, atol=1e-6),
+    }[group.subgroup]
+    if wrong:
+        why = {
+            "orthogonal": "orthogonal: the same tensor makes and reads these units, or a mean square of them is read",
+            "centered": "orthogonal, with rows that all add up to one, or to minus one: LayerNorm subtracts a mean of these units",
+            "complex": "of the form [[a, -b], [b, a]]: rotary positions rotate these pairs of units",
+        }[group.subgroup]
+        raise SymmetryError(f"maps[{group.name!r}] must be {why}")
     return found
 
 
-def _mix_axis(tensor: Tensor, member: PermutationMember, matrices: Tensor, ndim: int) -> Tensor:
+def _turned(matrices: Tensor) -> Tensor:
+    """Matrices of two rows in coordinates that are rotated by a right angle; complex numbers are the same there."""
+    quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=matrices.dtype, device=matrices.device)
+    return quarter @ matrices @ quarter.mT
+
+
+def mix_axis(tensor: Tensor, member: PermutationMember, matrices: Tensor, ndim: int) -> Tensor:
     """Mix one tensor along one member's axis; ``ndim`` is its number of axes without leading sample axes."""
     axis = tensor.ndim - ndim + member.axis
     index = member.index.reshape(-1, *member.index.shape[-2:]).to(tensor.device)

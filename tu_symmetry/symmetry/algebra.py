@@ -6,6 +6,7 @@ operators demand of units and scales is written down in the :class:`~.ledger.Led
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,6 +56,11 @@ class Value:
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
 
     def with_axis(
         self, axis: int, *, size: int | None = None, label: Label | None = None, reason: str | None = None

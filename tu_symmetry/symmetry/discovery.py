@@ -17,7 +17,7 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import Group, LinearGroup, Pin, ScaleGroup, SignGroup
 from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
-from tu_symmetry.symmetry.linear_groups import linear_groups
+from tu_symmetry.symmetry.linear_groups import linear_groups, rotary_groups
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
 from tu_symmetry.symmetry.running.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
 from tu_symmetry.symmetry.running.weights import is_continuous
@@ -137,7 +137,8 @@ def discover_symmetries(
         own = {m.parameter for m in group.members} - buffers
         if own <= ledger.partly or any(_could_meet(group, shapes, shapes[name]) for name in unreached):
             reasons[group] = "rescales what the example inputs do not read"
-    return graph._without(reasons)
+    graph = graph._without(reasons)
+    return replace(graph, guesses=rotary_groups(graph))
 
 
 def _best(read: Callable[[Nestings], tuple[SymmetryGraph, Ledger]]) -> tuple[SymmetryGraph, Ledger, Nestings]:

@@ -70,14 +70,18 @@ def random_signs(graph: SymmetryGraph, *, generator: torch.Generator | None = No
     }
 
 
-def random_linear(graph: SymmetryGraph, *, generator: torch.Generator | None = None, std: float = 0.3) -> Maps:
+def random_linear(
+    graph: SymmetryGraph, *, generator: torch.Generator | None = None, std: float = 0.3, folded: bool = False
+) -> Maps:
     """Random matrices for every linear group; name to float64 ``[*blocks, size, size]`` on the CPU.
 
+    Groups that act only where norms are folded (:func:`~tu_symmetry.fold_norms`) are among them if ``folded``.
+
     They are orthogonal from left and right, with singular values between whose logarithms have the deviation ``std``,
-    all 1 where a group is orthogonal.
+    all 1 where a group is orthogonal; or rotations of pairs, times a number whose logarithm has it.
     """
     source = own_generator(generator)
-    return {g.name: random_matrices(g, source, std=std) for g in graph.linears}
+    return {g.name: random_matrices(g, source, std=std) for g in graph.linears if folded or not g.constant}
 
 
 def random_matrices(group: LinearGroup, generator: torch.Generator, *, std: float = 0.3) -> Tensor:
@@ -86,9 +90,43 @@ def random_matrices(group: LinearGroup, generator: torch.Generator, *, std: floa
     def drawn(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device).cpu()
 
+    if group.subgroup == "complex":
+        angle, size = 4 * drawn(group.blocks), torch.exp(std * drawn(group.blocks))
+        a, b = size * angle.cos(), size * angle.sin()
+        return torch.stack([torch.stack([a, -b], -1), torch.stack([b, a], -1)], -2)
+    if group.subgroup == "centered":
+        apart = apart_from_ones(group.size)
+        inner = torch.linalg.qr(drawn((*group.blocks, group.size - 1, group.size - 1))).Q
+        sign = 1 - 2 * (drawn((*group.blocks, 1, 1)) < 0).to(inner.dtype)
+        return apart @ inner @ apart.mT + sign / group.size
     left, right = (torch.linalg.qr(drawn(group.shape)).Q for _ in range(2))
     spread = torch.exp((0.0 if group.orthogonal else std) * drawn(group.shape[:-1]))
     return left * spread.unsqueeze(-2) @ right
+
+
+def closest_matrices(group: LinearGroup, gram: Tensor) -> Tensor:
+    """The elements of one group, of unit scale, whose inner product with matrices ``[*blocks, size, size]`` is largest.
+
+    Orthogonal Procrustes (Schonemann 1966), for pairs of units over rotations.
+    """
+    if group.subgroup == "complex":
+        a, b = gram[..., 0, 0] + gram[..., 1, 1], gram[..., 1, 0] - gram[..., 0, 1]
+        size = torch.hypot(a, b)
+        a, b = (torch.where(size > 0, part / size, start) for part, start in ((a, 1.0), (b, 0.0)))
+        return torch.stack([torch.stack([a, -b], -1), torch.stack([b, a], -1)], -2)
+    apart = apart_from_ones(group.size) if group.subgroup == "centered" else None
+    left, _, right = torch.linalg.svd(gram if apart is None else apart.mT @ gram @ apart)
+    if apart is None:
+        return left @ right
+    sign = 1 - 2 * (gram.sum((-2, -1), keepdim=True) < 0).to(gram.dtype)
+    return apart @ left @ right @ apart.mT + sign / group.size
+
+
+def apart_from_ones(size: int) -> Tensor:
+    """An orthonormal basis of the vectors whose entries add up to zero, float64 ``[size, size - 1]``."""
+    columns = torch.eye(size, dtype=torch.float64, device="cpu")
+    columns[:, 0] = 1.0
+    return torch.linalg.qr(columns).Q[:, 1:]
 
 
 def parent_of(name: str, permutation: Mapping[str, Tensor]) -> str | None:

@@ -51,6 +51,7 @@ class SymmetryGraph(Brief):
         scale_terms: for each tensor, the terms of its log-scale under all scale and normalization groups.
         signs: units whose entries may all change their sign.
         linears: units that matrices may mix.
+        guesses: linear groups that no rule proves; verification takes those that hold among ``linears``.
         sign_terms: for each tensor, the signs of all sign groups that multiply it, as ``scale_terms`` tells factors.
         branch: None, or the line where ``forward`` branches on values: the groups hold for inputs that go the same way.
         constants: buffers whose values the network reads: the symmetries are those of a network with these values.
@@ -76,6 +77,7 @@ class SymmetryGraph(Brief):
     signs: tuple[SignGroup, ...] = ()
     sign_terms: dict[str, tuple[ScaleTerm, ...]] = field(default_factory=dict)
     linears: tuple[LinearGroup, ...] = ()
+    guesses: tuple[LinearGroup, ...] = field(default=(), repr=False)
     architecture: str = ""
     branch: str | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -127,6 +129,10 @@ class SymmetryGraph(Brief):
         """Take groups out of this very graph: claims that failed verification."""
         vars(self).update(vars(self._without(reasons)))
         self.failed = self.failed | {group.name: reason for group, reason in reasons.items()}
+
+    def _take_in(self, proven: Iterable[LinearGroup]) -> None:
+        """Take groups in that verification has proven."""
+        self.linears = (*self.linears, *proven)
 
     def _without(self, reasons: Mapping[Group, str]) -> Self:
         gone = {g.name: g for g in self.permutations if g in reasons}

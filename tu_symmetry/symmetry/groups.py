@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +129,9 @@ class SignGroup:
     exact: bool = True
 
 
+Subgroup = Literal["general", "orthogonal", "centered", "complex"]
+
+
 @dataclass(frozen=True, eq=False)
 class LinearMember(PermutationMember):
     """One axis of one parameter that a linear group mixes: by a map (exponent 1), or by its inverse transposed (-1)."""
@@ -144,7 +147,12 @@ class LinearGroup:
         size: number of units that are mixed (in each block).
         members: every axis of every parameter that is mixed.
         blocks: shape of the blocks, which stay where they are.
-        orthogonal: whether only orthogonal matrices may: where a tensor makes and reads the units.
+        subgroup: which matrices may mix them. ``"general"``: all invertible ones. ``"orthogonal"``: where one tensor
+            makes and reads the units, or their mean square is read. ``"centered"``: orthogonal ones that leave the
+            vector of ones where it is, or turn its sign, since LayerNorm subtracts a mean. ``"complex"``: pairs of units that rotary
+            positions rotate, multiplied by one complex number.
+        constant: gains that the units meet on their way, of which all entries have to be equal: the group acts on
+            weights whose norms are folded (:func:`~tu_symmetry.scaling.fold_norms`).
     """
 
     kind: ClassVar[str] = "linear"
@@ -152,8 +160,14 @@ class LinearGroup:
     size: int
     members: tuple[LinearMember, ...] = field(repr=False)
     blocks: tuple[int, ...] = ()
-    orthogonal: bool = False
+    subgroup: Subgroup = "general"
+    constant: tuple[str, ...] = ()
     exact: bool = True
+
+    @property
+    def orthogonal(self) -> bool:
+        """Whether its matrices are orthogonal."""
+        return self.subgroup in ("orthogonal", "centered")
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -182,15 +182,23 @@ class _Interpreter:
         given = arguments_of(node)
         known = {n: self._known(n) for n in node.all_input_nodes}
         bound = _each(given, known.__getitem__)
+        name = rule_name_of(target)
+        if self.ledger.linear:
+            if nodes.squared(node):  # only its sums are read
+                self._read(node)
+                self._keep(node, [pinned_value(shape, "squares") for shape in shapes_of(node)])
+                return
+            if source := nodes.sum_of_squares(node):
+                name, bound = "aten.linalg_vector_norm", bound | {"self": self._known(source)}
         self._note(node, traits)
         for axis in (axis for name, axis in self.following.cuts if name == node.name):
             whole = self._value(self.env[node.all_input_nodes[0]])  # nothing is known of where other inputs cut
             self.ledger.pin_label(whole.labels[axis], FOLLOWS, axis)
             self.ledger.alike_along(whole, axis)
-        points = self._points(rule_name_of(target), bound)
+        points = self._points(name, bound)
         call = Call(
             self.ledger,
-            rule_name_of(target),
+            name,
             bound,
             shapes_of(node),
             used=nodes.outputs_read(node),

@@ -87,6 +87,7 @@ class Ledger:
     choices: list[tuple[int, Array]] = field(default_factory=list)  # steps that nested by a guess, and their blocks
     regrets: list[Array] = field(default_factory=list)  # units of blocks whose contents had to be made alike
     shared: list[Array] = field(default_factory=list)  # units of blocks whose contents met units that all blocks share
+    met: dict[tuple[int, str], Value] = field(default_factory=dict)  # tensors that a gain multiplied, or "" a mean left
     partly: frozenset[str] = frozenset()  # parameters of which the example inputs read a part only
     _seen_ids: set[tuple[int, ...]] = field(default_factory=set)
     _origins: list[tuple[int, int, str, int]] = field(default_factory=list)
@@ -421,6 +422,10 @@ class Ledger:
     def approximate(self, value: Value) -> None:
         """Record that an epsilon is added to what the log-scale of a tensor multiplies."""
         self.inexact += [v for _, v in value.scale]
+
+    def meet(self, value: Value, gain: str = "") -> None:
+        """Record that a gain of equal entries multiplies a tensor, or (without one) that a mean of it is subtracted."""
+        self.met[len(self.met), gain] = value
 
     def pin_scale(self, scale: tuple[Term, ...]) -> None:
         """Demand that a log-scale be zero."""

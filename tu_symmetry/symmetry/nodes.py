@@ -94,6 +94,26 @@ def rule_name_of(target: Any) -> str:
     return name[:-1] if writes(target) and name.endswith("_") else name
 
 
+def squared(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node whose entries a node squares, if sums and means along axes are all that reads the squares."""
+    name = rule_name_of(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    first, *others = (*node.args, None, None)
+    twice = (
+        (name == "aten.pow" and others[0] == 2) or name == "aten.square" or (name == "aten.mul" and others[0] is first)
+    )
+    summed = all(
+        isinstance(user.target, torch._ops.OpOverload) and rule_name_of(user.target) in ("aten.sum", "aten.mean")
+        for user in node.users
+    )
+    return first if twice and summed and isinstance(first, torch.fx.Node) and not writes(node.target) else None
+
+
+def sum_of_squares(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node of whose entries a node sums (or averages) the squares."""
+    summed = rule_name_of(node.target) in ("aten.sum", "aten.mean") if node.args else False
+    return squared(node.args[0]) if summed and isinstance(node.args[0], torch.fx.Node) else None
+
+
 def writes(target: Any) -> bool:
     """Whether an operator writes to its first argument."""
     arguments = target._schema.arguments

@@ -83,8 +83,9 @@ def summary(graph: SymmetryGraph) -> list[tuple[str, str]]:
 
 def _freedom(group: LinearGroup) -> int:
     """Dimensions of a linear group."""
-    own = group.size * (group.size - 1) // 2 if group.orthogonal else group.size**2
-    return math.prod(group.blocks) * own
+    n = group.size
+    own = {"general": n * n, "orthogonal": n * (n - 1) // 2, "centered": (n - 1) * (n - 2) // 2, "complex": 2}
+    return math.prod(group.blocks) * own[group.subgroup]
 
 
 def _with(names: Sequence[str], advice: str) -> str:
@@ -164,7 +165,9 @@ def _rows(
         name = f"in each block: {own}" if path else first.name
         if not path and family.stem is not None:
             name = _replace(name, family.stem, family.numbers[0], f"{{{_ranges(family.numbers)}}}")
-        name = "  " * depth + name + (" (orthogonal)" if getattr(first, "orthogonal", False) else "")
+        kind = getattr(first, "subgroup", "general")
+        kind += " once norms are folded" if getattr(first, "constant", ()) else ""
+        name = "  " * depth + name + (f" ({kind})" if kind != "general" else "")
         if note and not getattr(first, "exact", True):
             name += " (up to eps)"
         size = (f"{len(family.groups)} × " if len(family.groups) > 1 else "") + shape_text(first)

@@ -25,7 +25,9 @@ INACTIVE = 1e-9
 POSITIONS: dict[str, str] = {}  # what a rule makes of tensors that hold positions; "pin" where nothing is said
 TRAITS: dict[str, frozenset[str]] = {}
 PARITIES: dict[str, Parity | Callable[[Call], Parity]] = {}  # what becomes of a change of sign
-LINEAR: dict[str, bool | Callable[[Call], None]] = {}  # whether linear maps of units pass, see `register_rule`
+LINEAR: dict[
+    str, bool | Callable[[Call], Value | Sequence[Value] | None]
+] = {}  # whether linear maps of units pass, see `register_rule`
 # What is said of an operator beside its rule; what is not said is not relied on.
 TRAIT_NAMES = {
     "moves": "the entries of its one tensor stand at other places, some at several or at none (views, slices, expand)",
@@ -49,7 +51,7 @@ def register_rule(
     positions: Literal["pin", "keep", "read"] = "pin",
     traits: Collection[str] = (),
     signs: Parity | Callable[[Call], Parity] | None = None,
-    linear: bool | Callable[[Call], None] | None = None,
+    linear: bool | Callable[[Call], Value | Sequence[Value] | None] | None = None,
 ) -> Callable[[R], R]:
     """Register a rule for one or more operators.
 
@@ -66,8 +68,9 @@ def register_rule(
             By default no entry that the operator reads may change its sign, unless the operator ``"moves"``,
             ``"picks"`` or ``"spreads"``: then signs follow. A function tells it for each call.
         linear: whether the operator is linear in each of its tensors along every axis that the rule does not pin, so
-            that linear maps of units pass; a function pins the axes on which it is not. By default those that
-            ``"move"``, ``"pick"`` or ``"spread"`` are, others pin all that they read.
+            that linear maps of units pass; a function pins the axes on which it is not, or returns what stands in
+            place of the rule's result. By default those that ``"move"``, ``"pick"`` or ``"spread"`` are, others pin all
+            that they read.
 
     Raises:
         ValueError: for a trait that does not exist.
@@ -154,9 +157,8 @@ def apply_rule(call: Call) -> Value | Sequence[Value]:
             for value in call.tensors:
                 call.ledger.pin(value, f"operator {call.operator} is not linear")
             return [pinned_value(shape, f"operator {call.operator} is not linear") for shape in call.outputs]
-        if callable(linear):
-            linear(call)
-        return rule(call)
+        found = linear(call) if callable(linear) else None
+        return rule(call) if found is None else found
     if not call.ledger.signs:
         return rule(call)
     parity = PARITIES.get(call.operator, "pin")

@@ -10,6 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.states import SymmetryWarning as SymmetryWarning
 from tu_symmetry.symmetry.action import (
-    linear_tensors,
+    mix_tensors,
     permute_tensors,
     permute_tensors_,
     scale_tensors,
@@ -91,11 +92,14 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
         raise ValueError(f"on_failure must be 'pin' or 'raise', got {on_failure!r}")
     claimed = list(graph.groups())
     failed: dict[Group, Certificate] = {}
-    while len(failed) < len(claimed):
-        found = _failures(graph, probe, [g for g in claimed if g not in failed], 1000 * len(failed))
-        if not found:
-            break
-        failed |= found
+    folded = {name for g in graph.linears for name in g.constant}
+    always = [g for g in claimed if not (isinstance(g, LinearGroup) and g.constant)]
+    for groups, network in (always, probe), ([g for g in claimed if g not in always], probe.folded(folded)):
+        while left := [g for g in groups if g not in failed]:
+            found = _failures(graph, network, left, 1000 * len(failed))
+            if not found:
+                break
+            failed |= found
     failed = {g: failed[g] for g in claimed if g in failed}
     by_hand = {g: d for g, d in failed.items() if isinstance(g, PermutationGroup) and g.name in graph.by_hand}
     advice = (
@@ -111,6 +115,7 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
         advice = "The group was given by hand: check the axes that it names." if by_hand else advice
         raise SymmetryError(f"{some(told, '; ', str)}. {advice}")
     graph._take_out({g: f"failed verification: outputs changed by {d.change:.0e}" for g, d in failed.items()})
+    graph._take_in(_proven(graph, probe))
     graph.verified = True
     if failed:
         gone = [f"{g.kind} group {g.name!r} (outputs changed by {d.change:.0e})" for g, d in failed.items()]
@@ -121,6 +126,16 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
             SymmetryWarning,
             stacklevel=3,
         )
+
+
+def _proven(graph: SymmetryGraph, probe: Probe) -> list[LinearGroup]:
+    """The guesses that hold, where others that hold as little as these should do not: the inputs tell them apart."""
+    left = [g for g in graph.guesses if g not in graph.linears]
+    if left and not _failures(graph, probe, [replace(g, subgroup="general") for g in left], 1, bisected=False):
+        return []
+    while left and (failed := _failures(graph, probe, left, 2000)):
+        left = [g for g in left if g not in failed]
+    return left
 
 
 def _passes(groups: Sequence[Group], generator: torch.Generator) -> Iterator[Plan]:
@@ -183,16 +198,22 @@ def _draw(groups: Sequence[Group], plan: Plan, generator: torch.Generator) -> El
     return element
 
 
-def _split(element: Element) -> list[dict[str, Tensor]]:
-    """The permutations, the log-scales, the signs and the matrices of an element, by name."""
-    return [
+def _split(element: Element) -> tuple[list[dict[str, Tensor]], dict[LinearGroup, Tensor]]:
+    """The permutations, the log-scales and the signs of an element, by name, and the matrices."""
+    named = [
         {g.name: e for g, e in element.items() if isinstance(g, kind)}
-        for kind in (PermutationGroup, ScaleGroup, SignGroup, LinearGroup)
+        for kind in (PermutationGroup, ScaleGroup, SignGroup)
     ]
+    return named, {g: e for g, e in element.items() if isinstance(g, LinearGroup)}
 
 
-def _failures(graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed: int) -> dict[Group, Certificate]:
-    """The groups that change the outputs, all that the first failing pass holds; none if everything holds."""
+def _failures(
+    graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed: int, *, bisected: bool = True
+) -> dict[Group, Certificate]:
+    """The groups that change the outputs, all that the first failing pass holds; none if everything holds.
+
+    Where they are not ``bisected``, all groups of that pass are returned, which one or more of them fails.
+    """
     faithful = tuple(g for g in claimed if isinstance(g, PermutationGroup) or g.exact)
     generator = torch.Generator().manual_seed(seed + 1)
     for given in (probe, *probe.others):
@@ -206,7 +227,7 @@ def _failures(graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed
         for k, (network, groups) in enumerate(networks):
             other = k == 1 and not graph.branch
             base = _base(network, seed + 500 * k, graph.constants, repeat=k == 0, other=other)
-            failed = _try(graph, base, groups, plans[k :: len(networks)], generator)
+            failed = _try(graph, base, groups, plans[k :: len(networks)], generator, bisected=bisected)
             if failed:
                 return failed
     moved = tuple(g for g in faithful if isinstance(g, PermutationGroup))
@@ -221,18 +242,26 @@ def _failures(graph: SymmetryGraph, probe: Probe, claimed: Sequence[Group], seed
 
 
 def _try(
-    graph: SymmetryGraph, base: _Base, groups: Sequence[Group], plans: Sequence[Plan], generator: torch.Generator
+    graph: SymmetryGraph,
+    base: _Base,
+    groups: Sequence[Group],
+    plans: Sequence[Plan],
+    generator: torch.Generator,
+    *,
+    bisected: bool = True,
 ) -> dict[Group, Certificate]:
     """Move one set of weights again and again, of which no copy is kept, until the outputs change."""
     for plan in plans:
         element = _draw(groups, plan, generator)
-        permutation, log_scale, signs, maps = _split(element)
+        (permutation, log_scale, signs), maps = _split(element)
         permute_tensors_(graph, permutation, base.state)
         scale_tensors_(graph, log_scale, base.state)
         sign_tensors_(graph, signs, base.state)
-        base.state.update(linear_tensors(graph, maps, base.state))
+        base.state.update(mix_tensors(maps, graph, base.state))
         if base.keeps_its_outputs():
             continue
+        if not bisected:
+            return dict.fromkeys(element, base.difference(base.probe.run(base.state)))
         failed = _bisect(graph, _Base(base.probe, base.seed, graph.constants, draws=4), element)
         if not failed:
             raise SymmetryError(
@@ -245,9 +274,9 @@ def _try(
 
 def _bisect(graph: SymmetryGraph, base: _Base, element: Element) -> dict[Group, Certificate]:
     """The groups of an element that change the outputs on their own."""
-    permutation, log_scale, signs, maps = _split(element)
+    (permutation, log_scale, signs), maps = _split(element)
     moved = scale_tensors(graph, log_scale, permute_tensors(graph, permutation, base.state))
-    moved = linear_tensors(graph, maps, sign_tensors(graph, signs, moved))
+    moved = mix_tensors(maps, graph, sign_tensors(graph, signs, moved))
     found = base.difference(base.probe.run(moved))
     if found.holds:
         return {}

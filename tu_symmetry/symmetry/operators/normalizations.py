@@ -9,8 +9,8 @@ import numpy as np
 
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Value, along, pinned_value
-from tu_symmetry.symmetry.operators.pointwise import join_labels, times
-from tu_symmetry.symmetry.rules import Call, register_rule
+from tu_symmetry.symmetry.operators.pointwise import gained, join_labels, mean_square, times
+from tu_symmetry.symmetry.rules import RULES, Call, register_rule
 
 
 def _absorb(call: Call, value: Value, eps: float | None) -> Value:
@@ -69,7 +69,30 @@ def _batch_norm(call: Call) -> list[Value]:
     return [_affine(call, _absorb(call, value, call.get("eps")), [1])] * len(call.outputs)
 
 
-@register_rule("layer_norm", "rms_norm", "native_layer_norm", "_fused_rms_norm", traits=("distinct",), signs="follow")
+def _turned(call: Call) -> list[Value]:
+    """Orthogonal matrices keep the mean square; those that leave the vector of ones where it is keep the mean too."""
+    value: Value = call["input"]
+    ledger, axis = call.ledger, value.ndim - 1
+    value = mean_square(call, value, [axis] if len(call["normalized_shape"]) == 1 else [])
+    if "layer" in call.name:
+        ledger.meet(value)
+    if isinstance(weight := call.get("weight"), Value):
+        value = gained(call, value, weight)
+    if isinstance(bias := call.get("bias"), Value):
+        added = RULES["aten.add"](replace(call, operator="aten.add", arguments={"self": value, "other": bias}))
+        return [added] * len(call.outputs)  # type: ignore[list-item]
+    return [value] * len(call.outputs)
+
+
+@register_rule(
+    "layer_norm",
+    "rms_norm",
+    "native_layer_norm",
+    "_fused_rms_norm",
+    traits=("distinct",),
+    signs="follow",
+    linear=_turned,
+)
 def _layer_norm(call: Call) -> list[Value]:
     """Each entry depends on all along the normalized axes, so that no other axis may be nested in them."""
     value: Value = call["input"]

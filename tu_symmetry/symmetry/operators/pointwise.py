@@ -194,8 +194,29 @@ def _sums(call: Call) -> None:
         pin_axes(call, value, spread if number == 0 else range(value.ndim), "something is added to all positions")
 
 
-def _scales(call: Call) -> None:
+def mean_square(call: Call, value: Value, axes: Sequence[int]) -> Value:
+    """What orthogonal matrices may still mix, behind an operator that reads the mean square along some axes."""
+    pin_axes(call, value, (k for k in range(value.ndim) if k not in axes), "a mean square is read")
+    call.ledger.pin_scale(times(value.scale, 2.0))  # two, since a sign is free
+    return replace(value, parameter=None)
+
+
+def gained(call: Call, value: Value, gain: Value) -> Value:
+    """What a gain along the last axis multiplies: matrices commute with one that has equal entries."""
+    if gain.parameter is None:
+        pin_axes(call, value, [value.ndim - 1], "entries have factors of their own")
+    else:
+        call.ledger.meet(value, gain.parameter)
+    call.ledger.pin(gain, "a gain")
+    return value
+
+
+def _scales(call: Call) -> Value | None:
     """Where two tensors have positions, entries have factors of their own; a denominator is not linear."""
+    for gain, value in (call.tensors, call.tensors[::-1]) if len(call.tensors) == 2 and call.name == "mul" else ():
+        alone = gain.parameter is not None and gain.size > 1 and gain.size == gain.shape[-1]
+        if alone and value.shape == call.shape and value.parameter is None and value.labels[-1]:
+            return gained(call, value, gain)
     values = [(v, len(call.shape) - v.ndim) for v in call.tensors]
     for value, ahead in values:
         below = "div" in call.name and (value is call.get("other") or not isinstance(call.get("self"), Value))
@@ -205,6 +226,7 @@ def _scales(call: Call) -> None:
             if below or any(v is not value and k + ahead >= gap and v.shape[k + ahead - gap] > 1 for v, gap in values)
         ]
         pin_axes(call, value, met, "entries have factors of their own")
+    return None
 
 
 @register_rule("add", "sub", "rsub", traits=("combines", "shifts", "of_statistics"), signs="follow", linear=_sums)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tu_symmetry.symmetry import views
 from tu_symmetry.symmetry.algebra import Label, Value, among, moving, nested_in, pinned_value, units_of
 from tu_symmetry.symmetry.distinct import different
-from tu_symmetry.symmetry.operators.pointwise import elementwise, times
+from tu_symmetry.symmetry.operators.pointwise import elementwise, mean_square, times
 from tu_symmetry.symmetry.rules import Call, pin_axes, register_rule
 
 FINDING = ("max", "min", "median", "nanmedian", "kthvalue", "mode")
@@ -48,12 +48,27 @@ def _summed(call: Call) -> None:
     pin_axes(call, call["self"], _dims(call, call["self"]), "summed over")
 
 
+def _length(call: Call) -> Value:
+    """A Euclidean norm, which orthogonal matrices keep."""
+    value: Value = call.get("self", call.get("A"))
+    euclidean = call.get("ord", call.get("p", 2)) in (2, "fro")
+    mean_square(call, value, _dims(call, value) if euclidean else [])
+    return pinned_value(call.shape, "a norm")
+
+
 @register_rule("mean sum", traits=("pools", "statistic"), signs="follow", linear=_summed)
 @register_rule("amax amin", traits=("pools", "statistic"))
 @register_rule("logsumexp", traits=("pools",))
 @register_rule("max min linalg_norm linalg_matrix_norm std_mean aminmax median", traits=("statistic",))
-@register_rule("linalg_vector_norm", "frobenius_norm", traits=("statistic",), signs="even")
-@register_rule("norm", traits=("statistic",), signs=lambda call: "pin" if isinstance(call.get("p"), str) else "even")
+@register_rule(
+    "linalg_vector_norm", "frobenius_norm", traits=("statistic",), signs="even", linear=lambda call: _length(call)
+)
+@register_rule(
+    "norm",
+    traits=("statistic",),
+    signs=lambda call: "pin" if isinstance(call.get("p"), str) else "even",
+    linear=lambda call: _length(call),
+)
 @register_rule("std", traits=("statistic",), signs="positive")
 @register_rule("var", "var_mean", traits=("statistic",), signs="follow")
 @register_rule("nansum", "nanmean", signs="follow")

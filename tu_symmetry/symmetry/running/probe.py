@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class Probe:
         self.others: tuple[Probe, ...] = ()
         self.epsilon = torch.finfo(torch.float64).eps
         self._precision = torch.float64
-        self._guarded, self._dead = True, False
+        self._guarded, self._dead, self._ones = True, False, frozenset[str]()
         self._written = frozenset(n for n, _ in module.named_buffers(remove_duplicate=False))
 
     @classmethod
@@ -70,6 +70,12 @@ class Probe:
         probe._dead = True
         return probe
 
+    def folded(self, gains: Collection[str]) -> Probe:
+        """The same network with ones in some of its weights: gains that are folded into what reads them."""
+        probe = copy.copy(self)
+        probe._ones, probe.others = frozenset(gains), tuple(p.folded(gains) for p in self.others)
+        return probe
+
     def _with(self, example: Example) -> Probe:
         probe = copy.copy(self)
         probe.args, probe.kwargs = example
@@ -84,12 +90,14 @@ class Probe:
                 if "eps" in key and isinstance(value, float):
                     setattr(part, key, ALMOST_ZERO)
         probe = Probe(module, self.args, self.kwargs)
-        probe._guarded = False
+        probe._guarded, probe._ones = False, self._ones
         return probe
 
     def random_state(self, generator: torch.Generator, constants: Container[str]) -> dict[str, Tensor]:
         """Random weights for the network, see :func:`~.weights.random_state`."""
         state = random_state(self.module, generator, constants)
+        for name in self._ones:
+            state[name].fill_(1.0)
         if self._dead:
             for name, tensor in state.items():
                 if name.rpartition(".")[2] == "bias" and tensor.is_floating_point():

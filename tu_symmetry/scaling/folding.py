@@ -1,0 +1,74 @@
+"""Folding the gains of normalizations into what reads them, so that matrices may mix the units that they multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tu_symmetry.states import SymmetryError, as_given, unstack
+from tu_symmetry.symmetry.action import scale_tensors, sign_tensors
+from tu_symmetry.symmetry.graph import SymmetryGraph
+
+
+def fold_norms(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Bring the gains of RMSNorm and LayerNorm to one: the tensors that read what they multiply take them over.
+
+    A residual stream that is normalized may be rotated where all gains are equal: ``graph.linears`` holds its group,
+    whose ``constant`` names these gains. Folding them is itself a symmetry (a scale and a sign for each unit), so that
+    the function stays, up to rounding: ``W diag(g) = (W diag(g)) diag(1)``, and biases of LayerNorm are divided by the
+    gain. A gain that no scale group moves, because other readers share the tensor that would take it (a head that is
+    tied to the embedding), stays as it is.
+
+    Laws: folding twice changes nothing more; gains that can be folded are one.
+
+    Args:
+        graph: the architecture's symmetry graph (verified on first use).
+        state: state dict, or a stack of states with leading sample axes, each of which is folded by itself.
+
+    Raises:
+        SymmetryError: a state of another architecture, NaN or infinite weights, and gains that hold a zero.
+    """
+    graph.require_verified()
+    if graph.check_state(state):
+        folded = [fold_norms(graph, one) for one in unstack(state)]
+        return as_given(state, {name: torch.stack([one[name] for one in folded]) for name in state})
+    moved = dict(state)
+    for name in dict.fromkeys(name for group in graph.linears for name in group.constant):
+        gain = moved[name].detach().to("cpu", torch.float64)
+        if bool((gain == 0).any()):
+            raise SymmetryError(
+                f"{name} holds {int((gain == 0).sum())} zeros: what reads these units is switched off, and no factor "
+                "brings such a gain to one. Remove the units, or leave this norm as it is"
+            )
+        moved = _scaled(graph, name, gain, moved)
+        moved = _turned(graph, name, gain, moved)
+    return as_given(state, moved)
+
+
+def _scaled(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state with a gain whose entries have the size one, where each has a factor of its own."""
+    groups = (*graph.scales, *graph.normalizations)
+    sizes = [g.size for g in groups]
+    for term in graph.scale_terms.get(name, ()):
+        at = term.index.reshape(-1)
+        if len(at) == len(gain) and len(at.unique()) == len(at) and int(at.min()) >= 0:
+            factors = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
+            factors[at] = -gain.abs().log() / term.exponent
+            parts = factors.split(sizes)
+            return scale_tensors(graph, {g.name: part for g, part in zip(groups, parts, strict=True)}, state)
+    return state
+
+
+def _turned(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state with a gain that has no negative entries, where each has a sign of its own."""
+    sizes = [g.size for g in graph.signs]
+    for term in graph.sign_terms.get(name, ()):
+        at = term.index.reshape(-1)
+        if len(at) == len(gain) and len(at.unique()) == len(at) and int(at.min()) >= 0:
+            signs = torch.ones(sum(sizes), dtype=torch.int64, device="cpu")
+            signs[at] = gain.sign().to(torch.int64)
+            parts = signs.split(sizes)
+            return sign_tensors(graph, {g.name: part for g, part in zip(graph.signs, parts, strict=True)}, state)
+    return state
