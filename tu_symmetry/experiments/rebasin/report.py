@@ -28,11 +28,13 @@ METHODS = {
     "rotated": "weights, rotated",
     "activations": "activations",
     "straight_through": "straight-through",
+    "straight_through_signed": "straight-through, signed",
+    "straight_through_rotated": "straight-through, rotated",
     "universe": "universe",
 }
 SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
 LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
-_IN_ORDER = (plots.GRAY, plots.BLUE, "#56B4E9", "#E69F00", plots.ORANGE, plots.GREEN, plots.PURPLE)
+_IN_ORDER = (plots.GRAY, plots.BLUE, "#56B4E9", "#E69F00", plots.ORANGE, plots.GREEN, "#8FD175", "#00441B", plots.PURPLE)
 COLORS = dict(zip(METHODS, _IN_ORDER, strict=True))
 SHADES = dict(zip(CORRECTIONS, (0.3, 0.6, 1.0), strict=True))  # the share of a method's color
 
@@ -147,6 +149,8 @@ def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], 
     def answer(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
         held, words = [], []
         for title, found in networks.items():
+            if not {first, second} <= found["methods"].keys():
+                continue
             before, after = (barriers(found, method, "none") for method in (first, second))
             gains = [b - a for a, b in zip(before, after, strict=True)]
             held += [gain < 0 for gain in gains]
@@ -159,6 +163,18 @@ def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], 
     return answer
 
 
+def _low(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+    """Whether learned rotations leave less than a tenth of the barriers that there are without any matching."""
+    held, words = [], []
+    for title, found in networks.items():
+        if "straight_through_rotated" in found["methods"]:
+            control, after = (barriers(found, method, "none") for method in ("none", "straight_through_rotated"))
+            held += [a < 0.1 * b for a, b in zip(after, control, strict=True)]
+            matched = [a for (i, _), a in zip(found["pairs"], after, strict=True) if i == 0]
+            words.append(f"{title}: {fmean(control):.3f} → {fmean(after):.3f} (with the first network {fmean(matched):.3f})")
+    return _answer(held, "cases are pairs, low is below a tenth of what it is unmatched; mean barrier in nats", words)
+
+
 ANSWERS = {
     "width": _width,
     "correction": _correction,
@@ -166,7 +182,10 @@ ANSWERS = {
     "reference": _reference,
     "signs": _over("weights", "signed"),
     "rotations": _over("signed", "rotated"),
-    "learned": _over("rotated", "straight_through"),
+    "learned": _over("weights", "straight_through"),
+    "learned_signs": _over("straight_through", "straight_through_signed"),
+    "learned_rotations": _over("straight_through_signed", "straight_through_rotated"),
+    "low": _low,
 }
 
 
