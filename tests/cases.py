@@ -30,7 +30,7 @@ class Case:
     scales: int = 0
     normalizations: int = 0
     signs: int = 0
-    linears: int = 0  # entries of all matrices
+    linears: int = 0  # entries of all matrices: of streams once norms are folded, and of pairs under rotary positions
 
 
 class BasicBlock(nn.Module):
@@ -234,18 +234,18 @@ layernorm_mlp(x=(3, 5)) has [6, 7], scales=13, normalizations=2, signs=2
     )
 # stream 12, MLP 10, 3 heads of 4 query-key and 4 value-output units; scales: norm1, norm2, norm3 affines (36),
 # query-key and value-output (24); the whole stream feeds normalizations only (1)
-transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61, linears=96
+transformer_separate(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61, linears=240
     Transformer(Attention(12, 3))
-transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61, linears=96
+transformer_fused(x=(2, 4, 5)) has [12, 10, 3, (3, 4), (3, 4)], scales=60, normalizations=1, signs=61, linears=240
     Transformer(Attention(12, 3, fused=True))
 # 2 key-value heads, each read by 2 query heads
-grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1, signs=49, linears=36
+grouped_query(x=(2, 4, 5)) has [12, 10, 2, (2, 2), (2, 3), (2, 3)], scales=48, normalizations=1, signs=49, linears=180
     Transformer(Attention(12, 4, kv=2))
 # torch's own layer (post-norm) behind a linear embedding
-EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1, signs=26, linears=64
+EncoderLayer(x=(2, 4, 5)) has [8, 6, 2, (2, 4), (2, 4)], scales=31, normalizations=1, signs=26, linears=128
     embed=(5, 8), layer=nn.TransformerEncoderLayer(8, 2, 6, batch_first=True), head=(8, 3)
     return self.head(self.layer(self.embed(x)).mean(1))
-TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35, signs=42, linears=32
+TinyLlama(x=torch.tensor([[1, 4, 2, 0]])) has [8, 6, 2, (2, 4)], scales=35, signs=42, linears=112
     TinyLlama()
 # A product of two positively homogeneous branches: two factors for each unit
 BilinearGate(x=(3, 5)) has [6], scales=12, signs=6
@@ -308,7 +308,7 @@ UnknownOperator(x=(3, 5)) has [4], scales=4
     return torch.special.airy_ai(self.b(F.relu(self.a(x)))) @ self.c.T
 # 12 values, 6 rotated pairs, 6 units
 # Attention whose queries and keys are rotated in pairs (even, odd): heads move whole, and values inside them
-InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24, signs=18, linears=48
+InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24, signs=18, linears=72
     qkv=(5, 36), out=(12, 6), head=(6, 2)
     batch, tokens, _ = x.shape
     q, k, v = self.qkv(x).reshape(batch, tokens, 3, 3, 4).permute(2, 0, 3, 1, 4).unbind(0)
@@ -317,7 +317,7 @@ InterleavedRotary(x=(2, 4, 5)) has [3, (3, 4), 6], scales=24, signs=18, linears=
     y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, 12)
     return self.head(torch.relu(self.out(y)))
 # A mobile vision transformer's way of cutting patches: channels are merged with rows, and split again
-PatchesOfPixels(x=(2, 2, 4, 4)) has [6], scales=6, normalizations=1, signs=7
+PatchesOfPixels(x=(2, 2, 4, 4)) has [6], scales=6, normalizations=1, signs=7, linears=36
     a=nn.Conv2d(2, 6, 1), norm=nn.LayerNorm(6), b=nn.Conv2d(6, 2, 1)
     x = self.a(x)
     batch, channels, height, width = x.shape

@@ -73,7 +73,12 @@ def judge(
         if number == 1:
             continue
         attempt(_signs(list(graph.signs), generator), tus.apply_signs, reference)
-        attempt(_maps(list(graph.linears), generator), tus.symmetry.apply_linear, reference)
+        free, folded = ([g for g in graph.linears if bool(g.constant) is c] for c in (False, True))
+        attempt(_maps(free, generator), tus.symmetry.apply_linear, reference)
+        if folded:
+            gains = {n: torch.full_like(state[n], 0.7) for g in folded for k in g.constant for n in graph.aliases[k]}
+            constant = _Reference(copied, state | gains, generator)
+            attempt(_maps(folded, generator), tus.symmetry.apply_linear, constant)
         exact = [g for g in (*graph.scales, *graph.normalizations) if g.exact]
         loose = [g for g in (*graph.scales, *graph.normalizations) if not g.exact]
         attempt(_scales(exact, generator), tus.apply_scale, reference)
@@ -145,6 +150,16 @@ def _signs(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str,
 def _maps(groups: list[Any], generator: torch.Generator) -> Iterator[tuple[str, dict[str, Tensor]]]:
     def drawn(group: Any) -> Tensor:
         noise = torch.randn(group.shape, generator=generator, dtype=torch.float64)
+        eye = torch.eye(group.size, dtype=torch.float64)
+        if group.subgroup == "complex":
+            return noise[..., :1, :1] * eye + noise[..., :1, 1:] * torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
+        if group.subgroup == "centered":  # reflections along vectors whose entries add up to zero
+            apart = noise - noise.mean(-1, keepdim=True)
+            first, second = (
+                eye - 2 * v.unsqueeze(-1) * v.unsqueeze(-2) / v.square().sum(-1)[..., None, None]
+                for v in (apart[..., 0, :], apart[..., 1, :])
+            )
+            return first @ second
         rotation = torch.linalg.qr(noise).Q
         return rotation if group.orthogonal else rotation + 0.2 * noise / group.size**0.5
 

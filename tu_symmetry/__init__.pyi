@@ -34,6 +34,7 @@ from .posterior.samples import SampleStore as SampleStore
 from .reporting.progress import show_progress as show_progress
 from .scaling.canonical import canonicalize as canonicalize
 from .scaling.canonical import representation_cost as representation_cost
+from .scaling.folding import fold_norms as fold_norms
 from .scaling.removal import remove_symmetries as remove_symmetries
 from .states import SymmetryError as SymmetryError
 from .states import SymmetryWarning as SymmetryWarning

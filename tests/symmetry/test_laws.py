@@ -50,8 +50,12 @@ def test_verification_passes(case: Case) -> None:
 @every_case
 def test_every_group_moves_something_and_keeps_the_function(case: Case) -> None:
     model, graph, state = weights(case)
-    before = outputs(model, state, case.inputs())
+    given = state
     for group in graph.groups():
+        state = given
+        if isinstance(group, LinearGroup):
+            state = given | {name: torch.full_like(given[name], 0.7) for name in group.constant}
+        before = outputs(model, state, case.inputs())
         if isinstance(group, PermutationGroup):
             element = {group.name: torch.arange(group.size).roll(1).expand(group.shape).clone()}
             moved, allowed = tus.apply_permutation(graph, element, state), 1e-9

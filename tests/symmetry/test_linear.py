@@ -16,14 +16,13 @@ from zoo import discovered, named, outputs, relative, weights
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import rotation_matching
-from tu_symmetry.scaling.folding import fold_norms
 from tu_symmetry.symmetry import LinearGroup, SignedPermutation, apply_linear, apply_signed, random_linear
 from tu_symmetry.symmetry.action import linear_tensors
 
 State = dict[str, Tensor]
 
-# What is said are the sizes of linear groups: general, orthogonal (O) and centered ones (C); with a star where gains have
-# to be folded. Pairs under rotary positions are Z.
+# What is said are the sizes of linear groups: general, orthogonal (O) and centered ones (C), with a star where gains
+# have to be folded. Pairs under rotary positions are Z.
 WRITTEN = """
 deep_linear(x=(3, 5)) has 4 6
     a=(5, 4), b=(4, 6), c=(6, 2)
@@ -130,6 +129,8 @@ two_axes(x=(2, 3, 5)) has
 """
 ENTRIES = list(entries(WRITTEN, {"nn": nn, "torch": torch, "F": F}))
 MIXED = [case for case in CASES if case.linears]
+# what is fixed tells too little of these streams: they are wider than all that makes and reads them
+STREAMS = ("EinsumAttention", "HeadsLast")
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.name)
@@ -139,7 +140,7 @@ def test_groups_are_those_counted_by_hand(entry: Entry) -> None:
     graph = tus.discover_symmetries(model, inputs)
     tus.verify_symmetries(graph, model, inputs, on_failure="raise")
     assert sorted(map(told, blocks_of(graph))) == sorted(entry.words.split()[1:])
-    state = fold_norms(graph, model.state_dict())
+    state = tus.fold_norms(graph, model.state_dict())
     state |= {name: torch.full_like(state[name], 0.7) for g in graph.linears for name in g.constant}
     moved = apply_linear(graph, random_linear(graph, generator=torch.Generator().manual_seed(1), folded=True), state)
     assert relative(outputs(model, state, inputs), outputs(model, moved, inputs)) < 1e-9
@@ -190,7 +191,7 @@ def test_values_and_queries_of_each_head_are_mixed_by_a_matrix_of_its_own() -> N
     ]
 
 
-@pytest.mark.parametrize("case", MIXED, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in MIXED if c.name not in STREAMS], ids=lambda c: c.name)
 @pytest.mark.parametrize("signs", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_planted_rotations_are_found(case: Case, signs: bool, noise: float) -> None:
@@ -210,12 +211,12 @@ def planted(graph: tus.SymmetryGraph, like: State, seed: int, noise: float, *, s
         return {n: torch.ones_like(t) if first[n] in gains else drawn[first[n]] for n, t in like.items()}
 
     reference, other = normal(), normal()
-    near = fold_norms(graph, {n: t + noise * other[n] for n, t in reference.items()})
+    near = tus.fold_norms(graph, {n: t + noise * other[n] for n, t in reference.items()})
     element = SignedPermutation(tus.random_permutation(graph, generator=generator), {})
     if signs:
         element = element._replace(signs=tus.random_signs(graph, generator=generator))
     rotations = random_linear(graph, generator=generator, std=0.0, folded=True)
-    moved = apply_linear(graph, rotations, fold_norms(graph, apply_signed(graph, element, near)))
+    moved = apply_linear(graph, rotations, tus.fold_norms(graph, apply_signed(graph, element, near)))
     matching = rotation_matching(graph, reference, moved, signs=signs)
     back = linear_tensors(graph, matching.maps, apply_signed(graph, matching.element, moved))
     assert matching.distance_after == pytest.approx(distance(graph, reference, back), abs=1e-6)
@@ -264,3 +265,106 @@ def test_mistakes_are_named() -> None:
     only = tus.discover_symmetries(tied, torch.randn(3, 5, dtype=torch.float64))
     with pytest.raises(tus.SymmetryError, match="must be orthogonal"):
         apply_linear(only, {only.linears[0].name: 2 * torch.eye(4)}, tied.state_dict())
+
+
+class Rotated(nn.Module):
+    """Queries and keys whose pairs of units are rotated, or mixed in another way, by where they stand."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.q, self.k = way, nn.Linear(5, 8), nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.3], dtype=x.dtype)
+        cos, sin = (torch.cat([f(angle), f(angle)], 1) for f in (torch.cos, torch.sin))
+        found = []
+        for layer in (self.q, self.k):
+            h = layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+            one, two = (h[..., ::2], h[..., 1::2]) if self.way == "neighbors" else h.chunk(2, -1)
+            if self.way == "numbers":
+                turned = torch.view_as_complex(torch.stack([one, two], -1)) * torch.polar(torch.ones_like(angle), angle)
+                found.append(torch.view_as_real(turned).flatten(-2))
+                continue
+            other = torch.cat([two if self.way == "no rotation" else -two, one], -1)
+            sine = sin * torch.tensor([1.0, 1.0, 0.5, 0.5]) if self.way == "two angles" else sin
+            found.append(torch.cat([one, two], -1) * cos + other * sine)
+        return found[0] @ found[1].mT
+
+
+@pytest.mark.parametrize("way", ["halves", "neighbors", "numbers", "no rotation", "two angles"])
+def test_what_commutes_with_rotary_positions_is_a_complex_number_for_each_pair(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Rotated(way).double(), torch.randn(2, 6, 5, dtype=torch.float64)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    rotary = [g for g in graph.linears if g.subgroup == "complex"]
+    assert sum(math.prod(g.blocks) for g in rotary) == (4 if way in ("halves", "neighbors", "numbers") else 0)
+    for group in rotary:
+        with pytest.raises(tus.SymmetryError, match="rotary positions"):
+            apply_linear(
+                graph,
+                {group.name: torch.eye(2) * torch.tensor([1.0, 2.0]).repeat(*group.blocks, 1, 1)},
+                {**model.state_dict()},
+            )
+
+
+def test_one_token_tells_nothing_of_rotary_positions() -> None:
+    """At one position any matrix seems to do; nothing is claimed."""
+    torch.manual_seed(0)
+    model, x = Rotated("halves").double(), torch.randn(2, 1, 5, dtype=torch.float64)
+    graph = tus.discover_symmetries(model, x)
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+    assert not [g for g in graph.linears if g.subgroup == "complex"]
+
+
+class Stream(nn.Module):
+    def __init__(self, norm: type[nn.Module], bias: bool) -> None:
+        super().__init__()
+        self.embed, self.n, self.m = nn.Embedding(11, 8), norm(8), norm(8)
+        self.a, self.b, self.head = nn.Linear(8, 12, bias), nn.Linear(12, 8), nn.Linear(8, 5, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        return self.head(self.m(h + self.b(torch.relu(self.a(self.n(h))))))
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("bias", [False, True])
+def test_norms_are_folded_into_what_reads_them(norm: type[nn.Module], bias: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Stream(norm, bias).double(), torch.randint(11, (3, 6))
+    state = {n: torch.randn_like(t) for n, t in model.state_dict().items()}
+    graph = tus.discover_symmetries(model, x)
+    (stream,) = graph.linears
+    assert told(stream) == ("O8*" if norm is nn.RMSNorm else "C8*") and stream.constant == ("m.weight", "n.weight")
+    assert "once norms are folded" in str(graph)
+    with pytest.raises(tus.SymmetryError, match="Fold the norms"):
+        apply_linear(graph, random_linear(graph, folded=True), state)
+    assert not random_linear(graph)
+    folded = tus.fold_norms(graph, state)
+    assert relative(outputs(model, state, (x,)), outputs(model, folded, (x,))) < 1e-12
+    assert all((folded[name] - 1).abs().max() < 1e-12 for name in stream.constant)
+    again = tus.fold_norms(graph, folded)
+    both = tus.fold_norms(graph, {n: torch.stack([t, 2 * t]) for n, t in state.items()})
+    for name, tensor in folded.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(both[name][0], tensor, rtol=1e-12, atol=1e-12)
+    moved = apply_linear(graph, random_linear(graph, generator=torch.Generator().manual_seed(3), folded=True), folded)
+    assert relative(outputs(model, state, (x,)), outputs(model, moved, (x,))) < 1e-9
+    with pytest.raises(tus.SymmetryError, match="holds 1 zeros"):
+        tus.fold_norms(graph, state | {"n.weight": torch.ones(8).index_fill(0, torch.tensor(3), 0)})
+
+
+def test_a_head_that_is_tied_keeps_the_last_gain() -> None:
+    torch.manual_seed(0)
+    model, x = Stream(nn.RMSNorm, False).double(), torch.randint(11, (3, 6))
+    model.head = nn.Linear(8, 11, False).double()
+    model.head.weight = model.embed.weight
+    graph = tus.discover_symmetries(model, x)
+    state = {n: torch.randn_like(t) for n, t in model.state_dict().items()}
+    state["head.weight"] = state["embed.weight"]
+    folded = tus.fold_norms(graph, state)
+    assert relative(outputs(model, state, (x,)), outputs(model, folded, (x,))) < 1e-12
+    assert (folded["n.weight"] - 1).abs().max() < 1e-12 and torch.equal(folded["m.weight"], state["m.weight"])
+    with pytest.raises(tus.SymmetryError, match="the gain 'm"):
+        apply_linear(graph, random_linear(graph, folded=True), folded)

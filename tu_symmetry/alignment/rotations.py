@@ -81,9 +81,9 @@ def rotation_matching(
 
 def behind(graph: SymmetryGraph, placed: Sequence[LinearGroup]) -> SymmetryGraph:
     """A graph where nothing but some linear groups moves their units, and where these come last."""
-    gone = (g for g in (*graph.permutations, *graph.signs) if _met(g, placed))
-    still = graph._without(dict.fromkeys(gone, "mixed"))  # rotations are more than orders and signs
-    return replace(still, linears=(*(g for g in graph.linears if g not in placed), *placed))
+    mixed: list[PermutationGroup | SignGroup] = [*graph.permutations, *graph.signs]
+    still = graph._without({g: "rotations are more than orders and signs" for g in mixed if _met(g, placed)})
+    return replace(still, linears=tuple(sorted(graph.linears, key=lambda g: g in placed)))
 
 
 def _result(
@@ -125,9 +125,9 @@ class Rotations(Search):
         The third result is the state with these units where something tells how they are rotated, and zeros elsewhere.
         """
         movers: dict[str, set[tuple[int, Group]]] = defaultdict(set)
-        for group in (*self.graph.permutations, *self.graph.linears):
-            for member in group.members:
-                movers[member.parameter].add((member.axis, group))
+        every: list[PermutationGroup | LinearGroup] = [*self.graph.permutations, *self.graph.linears]
+        for group, member in ((g, m) for g in every for m in g.members):
+            movers[member.parameter].add((member.axis, group))
         moved, found, maps = dict(self.state), list[LinearGroup](), Maps()
         told = dict(self.whole[1])
         left = [g for g in self.graph.linears if not g.blocks and g.subgroup != "complex"]
@@ -143,17 +143,17 @@ class Rotations(Search):
                 ]
                 for group in left
             }
-            group = max(left, key=lambda g: sum(moved[m.parameter].numel() for m in anchored[g]))
-            if not anchored[group]:
+            best = max(left, key=lambda g: sum(moved[m.parameter].numel() for m in anchored[g]))
+            if not anchored[best]:
                 break
-            left.remove(group)
-            found.append(group)
-            gram = self._gram(replace(group, members=tuple(anchored[group])), moved)[0, :, 0]
-            maps[group.name] = closest_matrices(group, gram)
-            moved = linear_tensors(self.graph, {group.name: maps[group.name]}, moved)
+            left.remove(best)
+            found.append(best)
+            gram = self._gram(replace(best, members=tuple(anchored[best])), moved)[0, :, 0]
+            maps[best.name] = closest_matrices(best, gram)
+            moved = linear_tensors(self.graph, {best.name: maps[best.name]}, moved)
             turn, sizes, back = torch.linalg.svd(gram)
             part = (turn * (sizes > 1e-6 * sizes[0])) @ back
-            for member in group.members:
+            for member in best.members:
                 for name in self.graph.aliases[member.parameter]:
                     told[name] = mix_axis(told[name], member, part, len(self.graph.shapes[member.parameter]))
         return found, maps, told

@@ -333,24 +333,33 @@ def _inverse_transposed(group: LinearGroup, matrices: Tensor) -> Tensor:
     if bool(wrong.any()) or not bool(torch.isfinite(found).all()):
         raise SymmetryError(f"maps[{group.name!r}] holds a singular matrix, or NaN: units would be lost")
     found = found.mT
-    wrong = {
-        "general": False,
-        "orthogonal": not torch.allclose(found, matrices, rtol=0, atol=1e-6),
-        "centered": not torch.allclose(found, matrices, rtol=0, atol=1e-6)
-        or not torch.allclose(matrices.sum(-1), matrices.sum((-2, -1)).sign().unsqueeze(-1), rtol=0, atol=1e-6),
-        "complex": group.size == 2 and not torch.allclose(_turned(matrices), matrices, rtol=0, atol=1e-6),
-    }[group.subgroup]
-    if wrong:
-        why = {
-            "orthogonal": "orthogonal: the same tensor makes and reads these units, or a mean square of them is read",
-            "centered": "orthogonal, with rows that all add up to one, or to minus one: LayerNorm subtracts a mean of these units",
-            "complex": "of the form [[a, -b], [b, a]]: rotary positions rotate these pairs of units",
-        }[group.subgroup]
-        raise SymmetryError(f"maps[{group.name!r}] must be {why}")
+    sums = matrices.sum(-1)
+    laws = {
+        "general": (True, ""),
+        "orthogonal": (
+            _alike(found, matrices),
+            "orthogonal: the same tensor makes and reads these units, or a norm reads them",
+        ),
+        "centered": (
+            _alike(found, matrices) and _alike(sums, sums.mean(-1, keepdim=True)),
+            "orthogonal, with rows that all have the same sum: LayerNorm subtracts a mean of these units",
+        ),
+        "complex": (
+            _alike(_quarter(matrices), matrices) if group.subgroup == "complex" else True,
+            "of the form [[a, -b], [b, a]]: rotary positions rotate these pairs of units",
+        ),
+    }
+    holds, law = laws[group.subgroup]
+    if not holds:
+        raise SymmetryError(f"maps[{group.name!r}] must be {law}")
     return found
 
 
-def _turned(matrices: Tensor) -> Tensor:
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b.expand_as(a), rtol=0, atol=1e-6)
+
+
+def _quarter(matrices: Tensor) -> Tensor:
     """Matrices of two rows in coordinates that are rotated by a right angle; complex numbers are the same there."""
     quarter = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=matrices.dtype, device=matrices.device)
     return quarter @ matrices @ quarter.mT

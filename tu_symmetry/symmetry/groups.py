@@ -149,8 +149,8 @@ class LinearGroup:
         blocks: shape of the blocks, which stay where they are.
         subgroup: which matrices may mix them. ``"general"``: all invertible ones. ``"orthogonal"``: where one tensor
             makes and reads the units, or their mean square is read. ``"centered"``: orthogonal ones that leave the
-            vector of ones where it is, or turn its sign, since LayerNorm subtracts a mean. ``"complex"``: pairs of units that rotary
-            positions rotate, multiplied by one complex number.
+            vector of ones where it is, or turn its sign, since LayerNorm subtracts a mean. ``"complex"``: one complex
+            number for each pair of units that rotary positions rotate.
         constant: gains that the units meet on their way, of which all entries have to be equal: the group acts on
             weights whose norms are folded (:func:`~tu_symmetry.scaling.fold_norms`).
     """

@@ -69,7 +69,7 @@ def rotary_groups(graph: SymmetryGraph) -> tuple[LinearGroup, ...]:
             if member.axis is None or member.buffer or abs(member.exponent) != 1:
                 break
             own = [t.reshape(-1).numpy() for t in terms if t.numel() == t.shape[member.axis]]
-            held.append((member, [sorted(k for t in own for k in np.flatnonzero(t == n)) for n in numbers]))
+            held.append((member, [sorted(int(k) for t in own for k in np.flatnonzero(t == n)) for n in numbers]))
         else:
             pairs = [u for u in range(group.size) if all(at[u] and len(at[u]) % 2 == 0 for _, at in held)]
             members = tuple(
