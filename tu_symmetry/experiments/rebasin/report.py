@@ -58,6 +58,9 @@ def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str = "", 
     items = [f"* {page.table.claims[name]} **{one.verdict}.** {one.evidence}." for name, one in claims.items()]
     page.add("\n".join([f"## Claims\n\n{text}\n", *items]))
     page.grids.append(table("Claims", claims, {"in these runs": lambda one: one.verdict}, text))
+    if paper := page.table.paper:
+        columns = {name: lambda row, name=name: f"{row[name]:.2f}" for name in next(iter(paper.values()))}
+        page.add(table(f"Published barriers, {page.table.source}", paper, columns, "of other networks on other data"))
     for title, one in found.items():
         page.add(f"## {title}")
         page.add(barrier_table(title, one), accuracy_table(title, one), heading=False)
