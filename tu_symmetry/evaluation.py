@@ -132,7 +132,7 @@ class Batches:
 
 @torch.no_grad()
 def logits(model: nn.Module, state: Mapping[str, Tensor], data: Batches) -> Tensor:
-    """Logits ``[n, classes]`` of one network on all of the data (``[n, classes, ...]`` where targets are ``[n, ...]``)."""
+    """Logits ``[n, classes, ...]`` of one network on all of the data, whose targets are ``[n, ...]``."""
     return torch.cat([functional_call(model, dict(state), (x,)) for x, _ in data])
 
 

@@ -23,7 +23,7 @@ from tu_symmetry.alignment.rotations import Rotations, behind, rotation_matching
 from tu_symmetry.alignment.signed import Search, signed_matching
 from tu_symmetry.evaluation import evaluating, forward, labeled_batches, on_device, reusable
 from tu_symmetry.symmetry.action import linear_tensors, signed_tensors
-from tu_symmetry.symmetry.elements import Maps, SignedPermutation
+from tu_symmetry.symmetry.elements import SignedPermutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -129,7 +129,7 @@ def _named(graph: SymmetryGraph, tensors: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 class _Orbit:
-    """The networks that compute what ``other`` does, and the one of them that is about the closest to free weights.
+    """The networks that compute what another does, and the one of them that is about the closest to free weights.
 
     The free weights are read at each projection: what trains them changes them in place.
     """
@@ -142,7 +142,7 @@ class _Orbit:
         other: Mapping[str, Tensor],
         start: Matching,
     ) -> None:
-        self.graph, self.other = graph, other
+        self.graph = graph
         self.element, self.maps = start.element, start.maps
         self.sweeps, self.converged = start.sweeps, start.converged
         if "signs" not in over:
@@ -151,7 +151,14 @@ class _Orbit:
         if start.maps:
             acting = [g for g in graph.linears if g.name in start.maps]
             self.placed = [g for g in acting if not g.blocks and g.subgroup != "complex"]
-            self.search = Rotations(behind(replace(graph, linears=tuple(acting)), self.placed), free, other)
+            still = behind(replace(graph, linears=tuple(acting)), self.placed)
+            self.search = Rotations(still, free, other)
+            self.inner = [{g.name for g in groups} for groups in (still.permutations, still.signs)]
+            outer = (  # what moved rotated units before their rotation stays
+                {n: t for n, t in part.items() if n not in names}
+                for part, names in zip(self.element, self.inner, strict=True)
+            )
+            self.base = signed_tensors(graph, SignedPermutation(*outer), other)
         elif graph.signs:
             self.search = Search(graph, free, other)
         else:
@@ -171,12 +178,11 @@ class _Orbit:
         elif not isinstance(self.search, Rotations):
             (permutation, signs), sweeps, self.converged = self.search.improved(self.element, 1)
         else:
-            still = self.search.graph  # what rotated units were moved by before their rotation stays
-            names = {g.name for g in (*still.permutations, *still.signs)}
-            inner = SignedPermutation(*({n: t for n, t in part.items() if n in names} for part in self.element))
-            outer = SignedPermutation(*({n: t for n, t in part.items() if n not in names} for part in self.element))
+            inner = SignedPermutation(
+                *({n: part[n] for n in names} for part, names in zip(self.element, self.inner, strict=True))
+            )
             first = {g.name: self.maps[g.name] for g in self.placed}
-            turned = linear_tensors(self.graph, first, signed_tensors(self.graph, outer, self.other))
+            turned = linear_tensors(self.graph, first, self.base)
             self.search.state = dict(each_working(self.graph, turned))
             inner, maps, sweeps = self.search.rotated(inner, 1, 1)
             permutation, signs = permutation | inner.permutation, signs | inner.signs

@@ -154,7 +154,7 @@ class VisionTransformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder of Radford et al. 2019 with RMSNorm, for the next of ``num_classes`` tokens at each of ``context`` places.
+    """Decoder of Radford et al. 2019 with RMSNorm: the next of ``num_classes`` tokens at each of ``context`` places.
 
     Args:
         width: of the residual stream; the perceptrons have twice as many units.

@@ -34,7 +34,17 @@ METHODS = {
 }
 SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
 LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
-_IN_ORDER = (plots.GRAY, plots.BLUE, "#56B4E9", "#E69F00", plots.ORANGE, plots.GREEN, "#8FD175", "#00441B", plots.PURPLE)
+_IN_ORDER = (
+    plots.GRAY,
+    plots.BLUE,
+    "#56B4E9",
+    "#E69F00",
+    plots.ORANGE,
+    plots.GREEN,
+    "#8FD175",
+    "#00441B",
+    plots.PURPLE,
+)
 COLORS = dict(zip(METHODS, _IN_ORDER, strict=True))
 SHADES = dict(zip(CORRECTIONS, (0.3, 0.6, 1.0), strict=True))  # the share of a method's color
 
@@ -174,7 +184,9 @@ def _low(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
             control, after = (barriers(found, method, "none") for method in ("none", "straight_through_rotated"))
             held += [a < 0.1 * b for a, b in zip(after, control, strict=True)]
             matched = [a for (i, _), a in zip(found["pairs"], after, strict=True) if i == 0]
-            words.append(f"{title}: {fmean(control):.3f} → {fmean(after):.3f} (with the first network {fmean(matched):.3f})")
+            words.append(
+                f"{title}: {fmean(control):.3f} → {fmean(after):.3f} (with the first network {fmean(matched):.3f})"
+            )
     return _answer(held, "cases are pairs, low is below a tenth of what it is unmatched; mean barrier in nats", words)
 
 
