@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tu_symmetry as tus
-from tu_symmetry.alignment import rotation_matching, signed_matching
+from tu_symmetry.alignment import rotation_matching, signed_matching, straight_through_matching
 from tu_symmetry.alignment.barrier import mean_loss
 from tu_symmetry.alignment.matching import Matching, inner_product, weight_distance
-from tu_symmetry.alignment.straight_through import _Orbit, straight_through_matching
+from tu_symmetry.alignment.straight_through import _Orbit
 from tu_symmetry.experiments.rebasin import GPT
 from tu_symmetry.symmetry.action import linear_tensors, signed_tensors
 from tu_symmetry.symmetry.elements import SignedPermutation, random_linear, random_permutation, random_signs
