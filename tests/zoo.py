@@ -90,6 +90,22 @@ def tied_resnet(width: int, blocks: int) -> nn.Module:
     )  # fmt: skip
 
 
+def llama() -> tuple[nn.Module, Tensor]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config), torch.randint(60, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def vit() -> tuple[nn.Module, Tensor]:
+    import torchvision
+
+    shape = {"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
+    return torchvision.models.VisionTransformer(**shape, num_classes=10), torch.randn(2, 3, 8, 8)
+
+
 class Net(Made):
     """A function of named layers, parameters and buffers."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, Case
 from torch import Tensor, nn
-from zoo import named, weights
+from zoo import llama, named, vit, weights
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.running.weights import random_state
@@ -54,22 +54,6 @@ def test_planted_elements_are_found(case: Case) -> None:
     model, graph, _ = weights(case)
     found = [found_again(graph, model, seed, noise) for seed in range(3) for noise in (0.0, 0.5)]
     assert sum(found[::2]) == 3 and sum(found[1::2]) >= 2
-
-
-def llama() -> tuple[nn.Module, Tensor]:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config), torch.randint(60, (2, 7), generator=torch.Generator().manual_seed(0))
-
-
-def vit() -> tuple[nn.Module, Tensor]:
-    import torchvision
-
-    shape = {"image_size": 8, "patch_size": 4, "num_layers": 2, "num_heads": 4, "hidden_dim": 32, "mlp_dim": 48}
-    return torchvision.models.VisionTransformer(**shape, num_classes=10), torch.randn(2, 3, 8, 8)
 
 
 @pytest.mark.slow

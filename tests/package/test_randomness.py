@@ -125,6 +125,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "apply_scale": lambda p: tus.apply_scale(graph(), tus.random_scale(graph()), states()[0]),
     "weight_matching": lambda p: tus.weight_matching(graph(), *states(), solver="descent"),
     "canonicalize": lambda p: tus.canonicalize(graph(), states()[0]),
+    "fold_norms": lambda p: tus.fold_norms(graph(), states()[0]),
     "representation_cost": lambda p: tus.representation_cost(graph(), states()[0]),
     "remove_symmetries": lambda p: tus.remove_symmetries(graph(), states()[0]),
     "mass_profile": lambda p: tus.scaling.mass_profile(graph(), states()[0], [0.0, 1.0]),

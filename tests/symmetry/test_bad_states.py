@@ -97,6 +97,7 @@ ONE: dict[str, Callable[[State], Any]] = {
         graph(), [state(1), s], match_on="activations", model=MODEL, dataloader=loader()
     ),
     "canonicalize": lambda s: tus.canonicalize(graph(), s),
+    "fold_norms": lambda s: tus.fold_norms(graph(), s),
     "representation_cost": lambda s: tus.representation_cost(graph(), s),
     "representation_costs": lambda s: functional.representation_costs(graph(), s),
     "RepresentationCost": lambda s: tus.RepresentationCost(graph()).update(s),

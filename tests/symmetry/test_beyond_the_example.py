@@ -368,3 +368,21 @@ def test_a_branch_on_a_constant_mask_is_no_branch_on_values() -> None:
     graph = tus.discover_symmetries(network, tokens(5))
     assert graph.branch is None and sizes(graph) == [(2,), (2, 4), (2, 4), (6,), (8,)]
     tus.verify_symmetries(graph, network, tokens(5), on_failure="raise")
+
+
+class ReadInTraining(nn.Module):
+    """A table whose rows only training reads, as many as an argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a, self.b = nn.Parameter(torch.randn(6, 4)), nn.Linear(5, 3), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, rows: int = 2) -> Tensor:
+        if not self.training:
+            return self.a(x)
+        return self.a(x) + self.b(torch.relu(self.table[:rows].sum(0) + self.table.mean(0)))
+
+
+def test_numbers_are_followed_where_weights_are_read_in_training_alone() -> None:
+    graph = tus.discover_symmetries(ReadInTraining(), torch.randn(4, 5))
+    assert [[(m.parameter, m.axis) for m in g.members] for g in graph.permutations] == [[("table", 1), ("b.weight", 1)]]

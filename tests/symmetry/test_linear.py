@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from cases import CASES, Case
 from torch import Tensor, nn
 from torch.nn import functional as F
 from written import Entry, entries
-from zoo import discovered, named, outputs, relative, weights
+from zoo import discovered, llama, named, outputs, relative, vit, weights
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import rotation_matching
@@ -199,6 +199,18 @@ def test_planted_rotations_are_found(case: Case, signs: bool, noise: float) -> N
     model, graph = discovered(case)
     found = [planted(graph, model.state_dict(), seed, noise, signs=signs) for seed in range(2)]
     assert all(after <= before * (1 + 1e-6) + 1e-4 for before, after in found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [llama, vit])
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_planted_rotations_of_transformers_are_found(build: Callable[[], Any], noise: float) -> None:
+    """Of the stream, too, and of pairs under rotary positions."""
+    torch.manual_seed(0)
+    model, inputs = build()
+    graph = tus.discover_symmetries(model.double().eval(), inputs.double() if inputs.is_floating_point() else inputs)
+    found = [planted(graph, model.state_dict(), seed, noise, signs=True) for seed in range(50)]
+    assert all(after <= before * (1 + 1e-6) + 1e-4 for before, after in found)
 
 
 def planted(graph: tus.SymmetryGraph, like: State, seed: int, noise: float, *, signs: bool) -> tuple[float, float]:

@@ -87,9 +87,18 @@ def discover_symmetries(
     flags = {name: value for name, value in never.items() if type(value) is bool}
     followed = traces
     if not traces[0].branch and (sizes or flags):  # the first example with other sizes or flags, in evaluation mode
-        first, *found = with_other_sizes(model, sized, traces[0], flags, sizes=sizes)
-        others = (replace(t, example=len(traces) + k) for k, t in enumerate(found))
-        followed = (first, *traces[1:], *others)
+        ways = [(0, sized)]
+        alone = len(traces) > len(examples) and traces[-1].names(live=True) - frozenset[str]().union(
+            *(t.names(live=True) for t in traces[: len(examples)])
+        )
+        if alone:  # some weights are read in training alone
+            ways.append((len(examples), with_defaults(model, trained_on[0])))
+        found: list[Trace] = []
+        several = list(traces)
+        for at, given in ways:
+            several[at], *more = with_other_sizes(model, given, traces[at], flags, sizes=sizes, training=at > 0)
+            found += more
+        followed = (*several, *(replace(t, example=len(traces) + k) for k, t in enumerate(found)))
     tried = {t.flags.partition("=")[0] for t in followed} | {n for n, value in never.items() if type(value) is int}
     idle = [
         Pin(n, k, s, "not used in the forward pass")

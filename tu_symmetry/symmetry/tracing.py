@@ -121,10 +121,16 @@ def _program(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def with_other_sizes(
-    model: nn.Module, example: Example, first: Trace, flags: Mapping[str, bool], *, sizes: bool
+    model: nn.Module,
+    example: Example,
+    first: Trace,
+    flags: Mapping[str, bool],
+    *,
+    sizes: bool,
+    training: bool = False,
 ) -> tuple[Trace, ...]:
     """A pass, with what of it follows the sizes of its inputs, and passes of other ``sizes`` and ``flags``."""
-    model = _with_known_outputs(model).eval()
+    model = _with_known_outputs(model).train(training)
     held = held_constants(first.module, first.inputs)
     found: list[Trace] = []
     turned = [((example[0], example[1] | {name: not value}),) for name, value in flags.items()]
