@@ -120,7 +120,7 @@ class Batches:
     """Consecutive batches of resident tensors, in order, as often as they are iterated."""
 
     x: Tensor  # [n, ...]
-    y: Tensor  # class numbers, [n]
+    y: Tensor  # class numbers, [n, ...]
     batch_size: int = 1000
 
     def __len__(self) -> int:
@@ -132,20 +132,20 @@ class Batches:
 
 @torch.no_grad()
 def logits(model: nn.Module, state: Mapping[str, Tensor], data: Batches) -> Tensor:
-    """Logits ``[n, classes]`` of one network on all of the data."""
+    """Logits ``[n, classes, ...]`` of one network on all of the data, whose targets are ``[n, ...]``."""
     return torch.cat([functional_call(model, dict(state), (x,)) for x, _ in data])
 
 
 def mean_probabilities(
     model: nn.Module, states: Mapping[str, Tensor], data: Batches, each: Callable[[int], None] = lambda done: None
 ) -> Tensor:
-    """The predictive distribution of stacked, equally weighted networks, ``[n, classes]`` in float64.
+    """The predictive distribution of stacked, equally weighted networks, ``[n, classes, ...]`` in float64.
 
     After each network ``each`` is called with the number of those done.
     """
     total: Tensor | None = None
     for i, state in enumerate(unstack(states)):
-        probabilities = logits(model, state, data).double().softmax(-1)
+        probabilities = logits(model, state, data).double().softmax(1)
         total = probabilities if total is None else total + probabilities
         each(i + 1)
     if total is None:
@@ -155,4 +155,4 @@ def mean_probabilities(
 
 def accuracy(probabilities: Tensor, y: Tensor) -> float:
     """Share of points whose most probable class is right."""
-    return (probabilities.argmax(-1) == y).double().mean().item()
+    return (probabilities.argmax(1) == y).double().mean().item()

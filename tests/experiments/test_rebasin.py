@@ -17,12 +17,22 @@ from tu_symmetry.alignment.repair import reestimate_batchnorm, repair
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.rebasin import VGG, ResNet, VisionTransformer, match, measure, report
+from tu_symmetry.experiments.rebasin import (
+    GPT,
+    VGG,
+    ResNet,
+    TopicsDataModule,
+    VisionTransformer,
+    match,
+    measure,
+    report,
+)
 from tu_symmetry.experiments.rebasin.barriers import path_scores
 from tu_symmetry.experiments.rebasin.matching import Members
 from tu_symmetry.experiments.rebasin.report import ANSWERS
 from tu_symmetry.files import FileError
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.scaling.folding import fold_norms
 from tu_symmetry.states import mean_state, stack_states
 from tu_symmetry.symmetry.action import apply_linear, apply_permutation, apply_signed
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -31,7 +41,7 @@ from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.outcome import Outcome
 from tu_symmetry.tables.report import answered
 
-SMALL, CIFAR = RECIPES / "rebasin" / "fashion-small", RECIPES / "rebasin" / "cifar10"
+SMALL, CIFAR, TRANSFORMERS = (RECIPES / "rebasin" / name for name in ("fashion-small", "cifar10", "transformers"))
 KINDS = ("resnet", "vgg")
 METHODS = ("weights", "activations", "straight_through", "universe")
 
@@ -108,6 +118,41 @@ def test_the_three_files_of_a_kind_are_about_the_same_networks(folder: Path, kin
             assert made["data"]["init_args"].get(size) == pairs.get(size)
 
 
+@pytest.mark.parametrize("kind", ["tanh", "layer", "rms", "gpt"])
+def test_the_files_of_a_kind_of_transformer_are_about_the_same_networks(kind: str) -> None:
+    commands = commands_of(TRANSFORMERS)
+    fit = commands[kind].content
+    routine, pairs, trainer = fit["routine"]["init_args"], fit["data"]["init_args"], fit["trainer"]
+    assert routine["num_members"] == pairs["orders"] == 4
+    steps = trainer.get("limit_train_batches", math.ceil(1437 / pairs["batch_size"]))
+    schedule = routine["lr_scheduler"]["init_args"]
+    assert schedule["total_steps"] == trainer["max_epochs"] * steps
+    assert schedule["max_lr"] == routine["optimizer"]["init_args"]["lr"]
+    for name in ("matching", "barriers"):
+        made = commands[f"{kind}_{name}"].content["command"]["init_args"]
+        assert made["model"] == routine["model"] and made["samples"] == f"$root/{kind}/samples"
+        assert made["data"]["class_path"] == fit["data"]["class_path"]
+
+
+def test_windows_of_text() -> None:
+    """Targets are the next characters, no window of the test half is in the other one, and nothing looks ahead."""
+    data = TopicsDataModule(context=16)
+    for half in (data.train, data.test):
+        assert half.x.dtype == torch.long and torch.equal(half.x[:, 1:], half.y[:, :-1])
+        assert torch.equal(half.x[1:, 0], half.y[:-1, -1]) and int(half.x.min()) >= 0 and int(half.x.max()) < 96
+    assert len(data.train.x) > 8 * len(data.test.x) > 8 * 1000
+    text = "".join("\n" if code == 0 else chr(code + 31) for code in data.train.x[:4].flatten().tolist())
+    assert "assert" in text
+    torch.manual_seed(0)
+    model, x = GPT(context=16, width=8, layers=2, heads=2).eval(), data.test.x[:2]
+    changed = x.clone()
+    changed[:, 9] = (x[:, 9] + 1) % 96
+    same = (model(x) - model(changed)).abs().amax((0, 1)) < 1e-6
+    assert same[:9].all() and not same[9:].any()
+    with pytest.raises(ValueError, match="out-of-distribution"):
+        TopicsDataModule(eval_ood=True).read("ood")
+
+
 def test_permuted_copies_have_barriers_and_matching_removes_them(planted: tuple[str, Any, Any]) -> None:
     """Planted: the copies are one function; matched they are one weight vector, so nothing is lost by merging."""
     _, found, measured = planted
@@ -143,15 +188,17 @@ def test_turned_and_rotated_copies_are_matched(norm: Any, tmp_path: Path) -> Non
         torch.nn.init.normal_(tensor)
     graph, network = discover_symmetries(model, data().train.x[:2]), model.state_dict()
     stream = {"layer": 1, "rms": 16}[norm]  # beside it three norms' gains, queries and values
-    assert sum(g.size for g in graph.signs) == stream + 3 * 16 + 2 * 16 and len(graph.linears) == 2
+    assert sum(g.size for g in graph.signs) == stream + 3 * 16 + 2 * 16 and len(graph.linears) == 3
     generator = torch.Generator().manual_seed(5)
     draws = (random_permutation(graph, generator=generator), random_signs(graph, generator=generator))
-    moved = apply_signed(graph, SignedPermutation(*draws), network)
-    moved = apply_linear(graph, random_linear(graph, generator=generator, std=0.0), moved)
+    moved = fold_norms(graph, apply_signed(graph, SignedPermutation(*draws), network))
+    moved = apply_linear(graph, random_linear(graph, generator=generator, std=0.0, folded=True), moved)
     store = SampleStore.create(tmp_path / "samples", architecture="vit", method="none")
     store.append(stack_states([network, moved]), chain=range(2), step=[0, 0])
     given: Any = (model, data(), tmp_path / "samples")
-    found = match(tmp_path / "matching", *given, ["weights", "signed", "rotated"], images=100)
+    found = match(
+        tmp_path / "matching", *given, ["weights", "signed", "rotated", "straight_through_rotated"], images=100
+    )
     found.save(tmp_path / "matching")
     (plain,), (signed,), (rotated,) = (
         found.results["methods"][m]["distances"] for m in ("weights", "signed", "rotated")
@@ -160,6 +207,8 @@ def test_turned_and_rotated_copies_are_matched(norm: Any, tmp_path: Path) -> Non
     paths = measure(tmp_path / "barriers", *given, tmp_path / "matching", points=3, statistics=200, held_out=60).results
     paths = paths["methods"]
     assert list(paths["rotated"]["paths"]) == ["none"]
+    for path in (paths[method]["paths"]["none"][0]["loss"] for method in paths):
+        assert path[2] == pytest.approx(path[0], rel=1e-4)  # the second network computes the same
     plain, rotated = (paths[method]["paths"]["none"][0]["loss"] for method in ("weights", "rotated"))
     assert rotated[1] == pytest.approx(rotated[0], rel=1e-4) and plain[1] != pytest.approx(plain[0], rel=1e-2)
 
@@ -275,6 +324,24 @@ def test_claims_are_answered_from_the_numbers(holds: bool) -> None:
     assert answered({"permutation": ""}, ANSWERS, mixed, "a", "b")["permutation"].verdict == "Held in 1 of 2 cases"
     with pytest.raises(ConfigError, match="no answer to 'weather'"):
         answered({"weather": "It rains."}, ANSWERS, networks, "a", "b")
+
+
+def test_claims_about_learned_matching_are_answered() -> None:
+    """Of kinds that have the methods; low is below a tenth of the barrier without any matching."""
+    networks = planted_results(0.4, 0.2, 0.3, 2.0, 1.0)
+    for name, barrier in (("straight_through_signed", 0.5), ("straight_through_rotated", 0.1)):
+        paths = [{"barrier": value, "tempered_barrier": value} for value in (barrier, barrier, 3 * barrier)]
+        networks["b"]["methods"][name] = {"paths": {"none": paths}}
+    found = answered(dict.fromkeys(("learned", "learned_rotations", "low"), ""), ANSWERS, networks, "", "")
+    assert (
+        found["learned_rotations"].verdict == "Held in all of 3 cases"
+        and "b: 0.833 → 0.167" in found["learned_rotations"].evidence
+    )
+    assert (
+        found["low"].verdict == "Held in 2 of 3 cases"
+        and "2.000 → 0.167 (with the first network 0.100)" in found["low"].evidence
+    )
+    assert found["learned"].evidence.endswith(": ")
 
 
 def test_losses_that_are_not_finite_count_as_infinite() -> None:

@@ -121,6 +121,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "canonical_signs": lambda p: tus.scaling.canonical_signs(graph(), states()[0]),
     "apply_signs": lambda p: tus.apply_signs(graph(), tus.random_signs(graph()), states()[0]),
     "signed_matching": lambda p: tus.alignment.signed_matching(graph(), *states()),
+    "straight_through_matching": lambda p: tus.alignment.straight_through_matching(
+        graph(), net(), *states(), loader(), torch.nn.functional.cross_entropy, epochs=1
+    ),
     "compose": lambda p: tus.compose(tus.random_permutation(graph()), tus.random_permutation(graph())),
     "invert": lambda p: tus.invert(tus.random_permutation(graph())),
     "apply_permutation": lambda p: tus.apply_permutation(graph(), tus.random_permutation(graph()), states()[0]),

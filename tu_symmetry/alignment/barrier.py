@@ -163,7 +163,7 @@ def classifier_scores(
     temperature = fit_temperature(*_logits(model, state, calibration))
     return ClassifierScores(
         loss=float(F.cross_entropy(logits, labels)),
-        accuracy=float((logits.argmax(-1) == labels).double().mean()),
+        accuracy=float((logits.argmax(1) == labels).double().mean()),
         temperature=temperature,
         tempered_loss=float(F.cross_entropy(logits / temperature, labels)),
     )

@@ -70,19 +70,16 @@ def rotation_matching(
         graph = replace(graph, signs=(), sign_terms={})
     if not graph.linears:
         return found
-    search = _Rotations(graph, *pair)
+    search = Rotations(graph, *pair)
     results = [_result(search, found, {}, *search.rotated(found.element))]
     placed, first, told = search.placed()
-    mixed: list[PermutationGroup | SignGroup] = [*graph.permutations, *graph.signs]
-    still = graph._without({g: "rotations are more than orders and signs" for g in mixed if _met(g, placed)})
-    last = tuple(sorted(graph.linears, key=lambda g: g in placed))  # what is placed stays where it is, first
-    still = replace(still, linears=last)
+    still = behind(graph, placed)
     while placed and len(results) <= _MOST_SWEEPS:
         element = match(still, pair[0], told, solver=solver).element
         if len(results) == 1:
-            element, _, _ = _Rotations(still, pair[0], told).rotated(element)
+            element, _, _ = Rotations(still, pair[0], told).rotated(element)
         turned = linear_tensors(graph, first, pair[1])
-        element, maps, sweeps = _Rotations(still, pair[0], turned).rotated(element)
+        element, maps, sweeps = Rotations(still, pair[0], turned).rotated(element)
         results.append(_result(search, found, first, element, maps, sweeps))
         if len(results) > 2 and results[-1].objective <= results[-2].objective + search.least:
             break
@@ -91,8 +88,15 @@ def rotation_matching(
     return min(results, key=lambda result: result.distance_after)
 
 
+def behind(graph: SymmetryGraph, placed: Sequence[LinearGroup]) -> SymmetryGraph:
+    """A graph where nothing but some linear groups moves their units, and where these come last."""
+    mixed: list[PermutationGroup | SignGroup] = [*graph.permutations, *graph.signs]
+    still = graph._without({g: "rotations are more than orders and signs" for g in mixed if _met(g, placed)})
+    return replace(still, linears=tuple(sorted(graph.linears, key=lambda g: g in placed)))
+
+
 def _result(
-    search: _Rotations, start: Matching, first: Maps, element: SignedPermutation, maps: Maps, sweeps: int
+    search: Rotations, start: Matching, first: Maps, element: SignedPermutation, maps: Maps, sweeps: int
 ) -> Matching:
     """What rotations, then an element and then rotations make of the second of two networks."""
     graph, (reference, state) = search.graph, search.whole
@@ -126,7 +130,7 @@ def _mixes(member: PermutationMember | ScaleMember, other: LinearMember) -> bool
     return bool(((held != held[..., :1, :]) & (held >= 0)).any())
 
 
-class _Rotations(Search):
+class Rotations(Search):
     """Two networks, of whose second the units, signs and rotations move."""
 
     def placed(self) -> tuple[list[LinearGroup], Maps, dict[str, Tensor]]:
@@ -168,21 +172,25 @@ class _Rotations(Search):
                     told[name] = mix_axis(told[name], member, part, len(self.graph.shapes[member.parameter]))
         return found, maps, told
 
-    def rotated(self, element: SignedPermutation) -> tuple[SignedPermutation, Maps, int]:
+    def rotated(
+        self, element: SignedPermutation, sweeps: int = _MOST_SWEEPS, turns: int = _MOST_TURNS
+    ) -> tuple[SignedPermutation, Maps, int]:
         """From an element to one that no step improves, with its rotations, and the number of sweeps."""
         still = {
             g.name: torch.eye(g.size, dtype=torch.float64, device="cpu").expand(g.shape) for g in self.graph.linears
         }
         best = element, still, self.value(element)
-        for sweep in range(1, _MOST_SWEEPS + 1):
+        for sweep in range(1, sweeps + 1):
             for family in self.families:
                 element = self._blocks(family, element)
             moved = signed_tensors(self.graph, element, self.state)
-            maps = self._procrustes(moved)
+            maps = self._procrustes(moved, turns)
             moved = linear_tensors(self.graph, maps, moved)
             for family in map(self._unmixed, self.families):
                 if not self._mixed(family.root):
                     step = self.step(family, moved, family.tensors)
+                    if self.stays(step):
+                        continue
                     there = signed_tensors(self.graph, step, moved)
                     if self.product(there) > self.product(moved) + self.least:
                         moved, element = there, compose_signed(self.graph, step, element)
@@ -190,12 +198,12 @@ class _Rotations(Search):
             if value <= best[2] + self.least:
                 return (*best[:2], sweep)
             best = element, maps, value
-        return (*best[:2], _MOST_SWEEPS)
+        return (*best[:2], sweeps)
 
-    def _procrustes(self, moved: Mapping[str, Tensor]) -> Maps:
+    def _procrustes(self, moved: Mapping[str, Tensor], turns: int) -> Maps:
         """The rotations of all groups, one after the other until nothing gains."""
         found: Maps = {}
-        for _ in range(_MOST_TURNS):
+        for _ in range(turns):
             before = self.product(moved)
             for group in self.graph.linears:
                 gram = self._gram(group, moved)

@@ -169,6 +169,11 @@ class Search:
         """Inner product of some of the second network's tensors with the first one's."""
         return sum(numbers([(self.reference[n] * t).sum(dtype=torch.float64) for n, t in moved.items()]))
 
+    def stays(self, step: SignedPermutation) -> bool:
+        """Whether a step moves nothing."""
+        turned = any(bool((signs < 0).any()) for signs in step.signs.values())
+        return not turned and all(torch.equal(p, self.identity[name]) for name, p in step.permutation.items())
+
     def front_to_back(self, element: SignedPermutation) -> SignedPermutation:
         """Match each family by what only it and matched families move, first the family of which that is most."""
         moved = signed_tensors(self.graph, element, self.state)
@@ -193,13 +198,15 @@ class Search:
             element = compose_signed(self.graph, step, element)
         return element
 
-    def improved(self, element: SignedPermutation) -> tuple[SignedPermutation, int, bool]:
+    def improved(self, element: SignedPermutation, sweeps: int = _MOST_SWEEPS) -> tuple[SignedPermutation, int, bool]:
         """Coordinate descent until nothing gains: the element, the number of sweeps, and whether it converged."""
-        for sweep in range(1, _MOST_SWEEPS + 1):
+        for sweep in range(1, sweeps + 1):
             before = self.value(element)
             moved = signed_tensors(self.graph, element, self.state)
             for family in self.families:
                 step = self.step(family, moved, family.tensors)
+                if self.stays(step):
+                    continue
                 here = {n: moved[n] for n in moved if n in family.tensors or n in self.graph.sign_terms}
                 there = signed_tensors(self.graph, step, here)
                 if self.product(there) > self.product(here) + self.least:
@@ -212,7 +219,7 @@ class Search:
             element = self._turned(element)
             if self.value(element) <= before + self.least:
                 return element, sweep, True
-        return element, _MOST_SWEEPS, False
+        return element, sweeps, False
 
     def step(self, family: Family, moved: Mapping[str, Tensor], tensors: Collection[str]) -> SignedPermutation:
         """The order of a family's units, and the signs that they own or share, that pair them best by some tensors."""

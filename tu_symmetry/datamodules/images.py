@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tu_symmetry.datamodules import readers
@@ -174,11 +175,15 @@ class ImageDataModule(LightningDataModule):
                 f"{type(self).__name__}: the files hold images of shape {tuple(x.shape[1:])}, expected "
                 f"{self.input_shape}; they are of another data set"
             )
+        return TensorPairs(self._inputs(x), y.long())
+
+    def _inputs(self, x: Tensor) -> Tensor:
+        """What networks take of images as they are read."""
         x = x.float() / self.scale
         if self.normalize:
             mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in (self.mean, self.std))
             x = (x - mean) / std
-        return TensorPairs(x, y.long())
+        return x
 
 
 class DigitsDataModule(ImageDataModule):

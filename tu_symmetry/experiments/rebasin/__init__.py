@@ -2,7 +2,8 @@
 
 from tu_symmetry.experiments.rebasin.barriers import measure
 from tu_symmetry.experiments.rebasin.matching import match
-from tu_symmetry.experiments.rebasin.networks import VGG, ResNet, VisionTransformer
+from tu_symmetry.experiments.rebasin.networks import GPT, VGG, ResNet, VisionTransformer
 from tu_symmetry.experiments.rebasin.report import report
+from tu_symmetry.experiments.rebasin.text import TopicsDataModule
 
-__all__ = ["VGG", "ResNet", "VisionTransformer", "match", "measure", "report"]
+__all__ = ["GPT", "VGG", "ResNet", "TopicsDataModule", "VisionTransformer", "match", "measure", "report"]

@@ -1,6 +1,7 @@
 """Match networks by each method: by weights, activations, the loss of the midpoint, or all at once to a universe.
 
-By weights units are permuted, or with their signs turned, or with those rotated that matrices may mix.
+Units are permuted, or with their signs turned, or with those rotated that matrices may mix (a residual stream among
+them, since all networks' norms are folded first).
 """
 
 from __future__ import annotations
@@ -25,17 +26,28 @@ from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.scaling.folding import fold_norms
 from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.action import apply_linear, apply_signed
 from tu_symmetry.symmetry.elements import SignedPermutation, compose, identity_permutation, invert, transposition_count
 from tu_symmetry.tables.outcome import Outcome, digest_tensors
 
-Method = Literal["weights", "signed", "rotated", "activations", "straight_through", "universe"]
+Method = Literal[
+    "weights",
+    "signed",
+    "rotated",
+    "activations",
+    "straight_through",
+    "straight_through_signed",
+    "straight_through_rotated",
+    "universe",
+]
 Move = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]  # a permutation, then signs, then rotations
 OVER: dict[str, tuple[Over, ...]] = {
     "signed": ("permutations", "signs"),
     "rotated": ("permutations", "signs", "rotations"),
 }
+OVER |= {f"straight_through_{name}": over for name, over in OVER.items()}
 
 
 class Members(Study):
@@ -48,6 +60,7 @@ class Members(Study):
         if len(self.states) < 2:
             raise ValueError(f"barriers are between networks, but {samples} holds {len(self.states)}: train 2 at least")
         self.networks = digest_tensors(*(t for state in self.states for t in state.values()))
+        self.states = [fold_norms(self.graph, state) for state in self.states]
         self.pairs = list(itertools.combinations(range(len(self.states)), 2))
 
     def first_images(self, count: int, batch_size: int = 1000) -> Batches:
@@ -82,8 +95,9 @@ def match(
     """Match the networks by each method: how they move, transpositions, and the distances between all pairs.
 
     Args:
-        methods: ``weights`` (``signed`` over signs too, ``rotated`` over signs and rotations), ``activations`` and
-            ``straight_through`` match each network to the first one, ``universe`` matches all of them at once.
+        methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one, ``universe``
+            matches all of them at once. ``signed`` is ``weights`` over signs too, ``rotated`` over signs and rotations,
+            ``straight_through_signed`` and ``straight_through_rotated`` likewise.
         images: training images, the first ones, for activation and straight-through matching.
     """
     members = Members(model, data, samples, device)
@@ -91,18 +105,19 @@ def match(
     batches = members.first_images(images, batch_size)
 
     def moves_of(method: Method) -> Sequence[Move]:
-        if method == "straight_through":
-            options: dict[str, Any] = {"epochs": epochs, "learning_rate": learning_rate}
+        over = OVER.get(method, ("permutations",))
+        if method.startswith("straight_through"):
+            options: dict[str, Any] = {"over": over, "epochs": epochs, "learning_rate": learning_rate}
             found = [
                 straight_through_matching(graph, model, states[0], state, batches, cross_entropy, **options)
                 for state in states[1:]
             ]
-            return [(identity_permutation(graph), {}, {}), *((one.permutation, {}, {}) for one in found)]
+            return [(identity_permutation(graph), {}, {}), *((one.permutation, one.signs, one.maps) for one in found)]
         if method == "activations":
             how: dict[str, Any] = {"match_on": method, "model": model, "dataloader": batches, "similarity": similarity}
         else:
             reference: Reference = "universe" if method == "universe" else "first"
-            how = {"reference": reference, "over": OVER.get(method, ("permutations",))}
+            how = {"reference": reference, "over": over}
         one = align(graph, states, **how)
         return list(zip(one.permutations, one.signs, one.maps, strict=True))
 

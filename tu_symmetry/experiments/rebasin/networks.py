@@ -1,4 +1,4 @@
-"""Networks for small images, of any width: convolutional ones with batch normalization, and a transformer."""
+"""Networks of any width: convolutional ones with batch normalization, and transformers for images and for text."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ class VGG(nn.Module):
 class _Attention(nn.Module):
     """A pre-norm transformer block: self-attention, then a perceptron, each on a branch of the stream."""
 
-    def __init__(self, width: int, heads: int, norm: type[nn.Module]) -> None:
+    def __init__(self, width: int, heads: int, norm: type[nn.Module], *, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = norm(width), norm(width)
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
@@ -115,7 +115,7 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
         q, k, v = (z.unflatten(-1, (self.heads, -1)).transpose(1, 2) for z in (self.q(y), self.k(y), self.v(y)))
-        x = x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
         return x + self.down(gelu(self.up(self.norm2(x))))
 
 
@@ -151,3 +151,23 @@ class VisionTransformer(nn.Module):
         """Class logits of a batch of images."""
         tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions.weight
         return self.head(self.norm(self.blocks(tokens)).mean(1))
+
+
+class GPT(nn.Module):
+    """Decoder of Radford et al. 2019 with RMSNorm: the next of ``num_classes`` tokens at each of ``context`` places.
+
+    Args:
+        width: of the residual stream; the perceptrons have twice as many units.
+    """
+
+    def __init__(
+        self, num_classes: int = 96, context: int = 64, width: int = 128, layers: int = 4, heads: int = 4
+    ) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(num_classes, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(_Attention(width, heads, nn.RMSNorm, causal=True) for _ in range(layers)))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``[batch, num_classes, context]`` of token numbers ``[batch, context]``."""
+        return self.head(self.norm(self.blocks(self.tokens(x) + self.positions.weight))).transpose(1, 2)

@@ -28,11 +28,23 @@ METHODS = {
     "rotated": "weights, rotated",
     "activations": "activations",
     "straight_through": "straight-through",
+    "straight_through_signed": "straight-through, signed",
+    "straight_through_rotated": "straight-through, rotated",
     "universe": "universe",
 }
 SHORT = {"none": "uncorrected", "batchnorm": "BN", "repair": "REPAIR"}
 LEGEND = {"none": "no correction", "batchnorm": "BatchNorm statistics re-estimated", "repair": "REPAIR"}
-_IN_ORDER = (plots.GRAY, plots.BLUE, "#56B4E9", "#E69F00", plots.ORANGE, plots.GREEN, plots.PURPLE)
+_IN_ORDER = (
+    plots.GRAY,
+    plots.BLUE,
+    "#56B4E9",
+    "#E69F00",
+    plots.ORANGE,
+    plots.GREEN,
+    "#8FD175",
+    "#00441B",
+    plots.PURPLE,
+)
 COLORS = dict(zip(METHODS, _IN_ORDER, strict=True))
 SHADES = dict(zip(CORRECTIONS, (0.3, 0.6, 1.0), strict=True))  # the share of a method's color
 
@@ -56,6 +68,9 @@ def report(out: Path, recipe: str, networks: dict[str, Path], narrow: str = "", 
     items = [f"* {page.table.claims[name]} **{one.verdict}.** {one.evidence}." for name, one in claims.items()]
     page.add("\n".join([f"## Claims\n\n{text}\n", *items]))
     page.grids.append(table("Claims", claims, {"in these runs": lambda one: one.verdict}, text))
+    if paper := page.table.paper:
+        columns = {name: lambda row, name=name: f"{row[name]:.2f}" for name in next(iter(paper.values()))}
+        page.add(table(f"Published barriers, {page.table.source}", paper, columns, "of other networks on other data"))
     for title, one in found.items():
         page.add(f"## {title}")
         page.add(barrier_table(title, one), accuracy_table(title, one), heading=False)
@@ -147,6 +162,8 @@ def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], 
     def answer(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
         held, words = [], []
         for title, found in networks.items():
+            if not {first, second} <= found["methods"].keys():
+                continue
             before, after = (barriers(found, method, "none") for method in (first, second))
             gains = [b - a for a, b in zip(before, after, strict=True)]
             held += [gain < 0 for gain in gains]
@@ -159,6 +176,20 @@ def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], 
     return answer
 
 
+def _low(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
+    """Whether learned rotations leave less than a tenth of the barriers that there are without any matching."""
+    held, words = [], []
+    for title, found in networks.items():
+        if "straight_through_rotated" in found["methods"]:
+            control, after = (barriers(found, method, "none") for method in ("none", "straight_through_rotated"))
+            held += [a < 0.1 * b for a, b in zip(after, control, strict=True)]
+            matched = [a for (i, _), a in zip(found["pairs"], after, strict=True) if i == 0]
+            words.append(
+                f"{title}: {fmean(control):.3f} → {fmean(after):.3f} (with the first network {fmean(matched):.3f})"
+            )
+    return _answer(held, "cases are pairs, low is below a tenth of what it is unmatched; mean barrier in nats", words)
+
+
 ANSWERS = {
     "width": _width,
     "correction": _correction,
@@ -166,7 +197,10 @@ ANSWERS = {
     "reference": _reference,
     "signs": _over("weights", "signed"),
     "rotations": _over("signed", "rotated"),
-    "learned": _over("rotated", "straight_through"),
+    "learned": _over("weights", "straight_through"),
+    "learned_signs": _over("straight_through", "straight_through_signed"),
+    "learned_rotations": _over("straight_through_signed", "straight_through_rotated"),
+    "low": _low,
 }
 
 
