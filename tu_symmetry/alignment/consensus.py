@@ -17,6 +17,7 @@ from tu_symmetry.alignment.matching import Matching, Solver, inner_product
 from tu_symmetry.alignment.moves import Move, move_tensors
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Descend, Match, Over, least_mass, matchers
+from tu_symmetry.processes import by_first, shared
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
 from tu_symmetry.symmetry.elements import SignedPermutation, identity_permutation
@@ -78,9 +79,11 @@ def find_target(
     match = match or by_weights
     scales = [Move()] * len(networks)
     if "scales" in over:
-        for k in range(len(networks)):
-            scales[k] = least_mass(graph, read(graph, networks, k), over)
-            progress({"step": "finding least masses", "done": k + 1, "total": len(networks)})
+        scales = shared(
+            len(networks),
+            lambda k: least_mass(graph, read(graph, networks, k), over),
+            progress=lambda done: progress({"step": "finding least masses", "done": done, "total": len(networks)}),
+        )
         networks = networks.moved(graph, scales)
     if not isinstance(reference, str):
         target = Target(graph, move_tensors(graph, least_mass(graph, reference, over), reference), match)
@@ -90,7 +93,8 @@ def find_target(
         target = _medoid(graph, networks, match, progress)
     else:
         sweeps = _MOST_SWEEPS if reference == "universe" else 0
-        target = _consensus(graph, networks, match, descend, sweeps, "rotations" in over, progress)
+        found = by_first(lambda: _consensus(graph, networks, descend, match, sweeps, "rotations" in over, progress))
+        target = Target(graph, match=match, **found)
     return replace(target, scales=scales)
 
 
@@ -105,14 +109,13 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
     """The network with the least sum of distances to the others after matching, among a sample of all."""
     order = torch.randperm(len(networks), generator=torch.Generator().manual_seed(0), device="cpu")
     chosen = sorted(order[:_CANDIDATES].tolist())
-    found: dict[tuple[int, int], Matching] = {}
-    for i in chosen:
-        target = read(graph, networks, i)
-        for j in chosen:
-            if i < j:
-                found[i, j] = match(target, read(graph, networks, j))
-                total = len(chosen) * (len(chosen) - 1) // 2
-                progress({"step": "comparing pairs", "done": len(found), "total": total})
+    pairs = [(i, j) for i in chosen for j in chosen if i < j]
+    matchings = shared(
+        len(pairs),
+        lambda k: match(*(read(graph, networks, one) for one in pairs[k])),
+        progress=lambda done: progress({"step": "comparing pairs", "done": done, "total": len(pairs)}),
+    )
+    found = dict(zip(pairs, matchings, strict=True))
     totals = [sum(found[min(i, j), max(i, j)].distance_after for j in chosen if j != i) for i in chosen]
     best = chosen[min(range(len(chosen)), key=totals.__getitem__)]
     known = {j: _move(m) for (i, j), m in found.items() if i == best}
@@ -122,12 +125,12 @@ def _medoid(graph: SymmetryGraph, networks: Sequence[State], match: Match, progr
 def _consensus(
     graph: SymmetryGraph,
     networks: Sequence[State],
-    match: Match,
     descend: Descend,
+    match: Match,
     max_sweeps: int,
     rotations: bool,
     progress: Progress,
-) -> Target:
+) -> dict[str, Any]:
     """Match each network to the running mean of those before it, then in sweeps to the mean of all others.
 
     The sweeps maximize the sum of all pairwise objectives, ``(||sum W||^2 - sum ||W||^2) / 2`` (Crisostomi et al. 2024,
@@ -195,11 +198,9 @@ def _consensus(
     back = invert_signed(graph, elements[0])
     placed = [compose_signed(graph, back, element) for element in elements]
     mean = signed_tensors(graph, back, {n: t / count if t.is_floating_point() else t for n, t in total.items()})
-    return Target(
-        graph,
-        as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
-        match,
-        {k: Move(permutation=p, signs=s, maps=held[k].maps) for k, (p, s) in enumerate(placed)},
-        sweeps=sweep,
-        converged=sweep == 0 or not moved,
-    )
+    return {
+        "state": as_given(like, {n: t.to(like[n].dtype) for n, t in mean.items()}),
+        "known": {k: Move(permutation=p, signs=s, maps=held[k].maps) for k, (p, s) in enumerate(placed)},
+        "sweeps": sweep,
+        "converged": sweep == 0 or not moved,
+    }

@@ -27,6 +27,7 @@ from tu_symmetry.alignment.networks import Network, Networks, StateSource
 from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
+from tu_symmetry.processes import by_first, gathered, rank, shared
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, load_state, read_state, require_alike
 from tu_symmetry.symmetry.certificate import Certificate, measured
@@ -188,42 +189,52 @@ def merge(
         return found
 
     members: list[Scores] = []
-    for k in range(len(networks) if functions else 0):  # before the long work: the data may be of no use
-        if "scores/ensemble" not in kept:  # which all outputs go into, in order
-            kept[f"scores/{k}"] = score_member(k)
-        members.append(kept[f"scores/{k}"])
-        tell("measure", k + 1)
-    if functions and "scores/ensemble" not in kept:
-        kept["scores/ensemble"] = together.scores()
+    if functions and "scores/ensemble" not in kept:  # before the long work: the data may be of no use
+        members = shared(len(networks), score_member, progress=lambda done: tell("measure", done))
+        together.gather()
+        for key, found in [
+            *((f"scores/{k}", one) for k, one in enumerate(members)),
+            ("scores/ensemble", together.scores()),
+        ]:
+            if rank() == 0:
+                kept[key] = found
+    elif functions:
+        members = [kept[f"scores/{k}"] for k in range(len(networks))]
     moves, certificates, uncertified = _align(graph, networks, reference, over, kept, tell)
-    aligned = networks.moved(graph, moves)
-    counts = [transposition_count(move.permutation) for move in moves]
-    scores: dict[str, Scores] = {}
-    moved = any(counts[k] or moves[k].rounds or moves[k].counts()["sign_changes"] for k in chosen)
-    if functions and len(chosen) > 1 and moved:
-        naive = _average(networks, shares)
-        scores["naive"] = measure(model, naive, held, functions)
-        if correction != "none":
-            given = networks.only(chosen)
-            naive = correct(model, given, [shares[k] for k in chosen], naive, data, correction)
-            scores["naive_corrected"] = measure(model, naive, held, functions)
-        del naive
-    state = _average(aligned, shares, lambda done: tell("average", done))
-    if functions:
-        scores["aligned"] = measure(model, state, held, functions)
-    if correction != "none" and len(chosen) > 1:
-        state = correct(model, aligned.only(chosen), [shares[k] for k in chosen], state, data, correction)
+
+    def finished() -> Merged:
+        aligned = networks.moved(graph, moves)
+        counts = [transposition_count(move.permutation) for move in moves]
+        scores: dict[str, Scores] = {}
+        moved = any(counts[k] or moves[k].rounds or moves[k].counts()["sign_changes"] for k in chosen)
+        if functions and len(chosen) > 1 and moved:
+            naive = _average(networks, shares)
+            scores["naive"] = measure(model, naive, held, functions)
+            if correction != "none":
+                given = networks.only(chosen)
+                naive = correct(model, given, [shares[k] for k in chosen], naive, data, correction)
+                scores["naive_corrected"] = measure(model, naive, held, functions)
+            del naive
+        state = _average(aligned, shares, lambda done: tell("average", done))
         if functions:
-            scores["corrected"] = measure(model, state, held, functions)
-    elif len(chosen) > 1 and batchnorm_layers(model):
-        warnings.warn(
-            f"{type(model).__name__} has BatchNorm, whose running statistics are stale (averages of {len(chosen)} "
-            "networks'); pass correction='batchnorm' and a dataloader (--data NAME --correction batchnorm)",
-            StaleStatisticsWarning,
-            stacklevel=3,
+            scores["aligned"] = measure(model, state, held, functions)
+        if correction != "none" and len(chosen) > 1:
+            state = correct(model, aligned.only(chosen), [shares[k] for k in chosen], state, data, correction)
+            if functions:
+                scores["corrected"] = measure(model, state, held, functions)
+        elif len(chosen) > 1 and batchnorm_layers(model):
+            warnings.warn(
+                f"{type(model).__name__} has BatchNorm, whose running statistics are stale (averages of {len(chosen)} "
+                "networks'); pass correction='batchnorm' and a dataloader (--data NAME --correction batchnorm)",
+                StaleStatisticsWarning,
+                stacklevel=5,
+            )
+        ensemble = kept.get("scores/ensemble", {})
+        return Merged(
+            state, shares, moves, counts, correction, members, scores, certificates, uncertified, ensemble, over
         )
-    ensemble = kept.get("scores/ensemble", {})
-    return Merged(state, shares, moves, counts, correction, members, scores, certificates, uncertified, ensemble, over)
+
+    return by_first(finished)
 
 
 class _Ensemble:
@@ -253,6 +264,19 @@ class _Ensemble:
             return 0.0
 
         return {"_seen": add}
+
+    def gather(self) -> None:
+        """Add up what all processes have seen, each of its share of the networks."""
+        every = gathered((self.sums, self.data, self.ordered))
+        seen = [one for one in every if one[0]]  # some have no network
+        if len(every) > 1 and seen:
+            _, self.data, _ = first = seen[0]
+            self.ordered = all(ordered for _, _, ordered in every) and all(
+                len(data) == len(first[1])
+                and all(torch.equal(a, b) for (a, _), (b, _) in zip(data, first[1], strict=True))
+                for _, data, _ in seen
+            )
+            self.sums = [torch.stack(parts).sum(0) for parts in zip(*(sums for sums, _, _ in seen), strict=False)]
 
     def scores(self) -> Scores:
         """Means over the samples; none where outputs are no tensors, or the order of the batches changed."""
@@ -284,20 +308,19 @@ def _align(
             anchor = read_state(reference, "reference")
         graph.check_state(anchor, name="reference")
     target = find_target(graph, networks, anchor, over)
-    moves: list[Move] = []
-    certificates: list[tuple[Certificate | None, str]] = []
-    for k in range(len(networks)):
+
+    def aligned(k: int) -> tuple[Move, tuple[Certificate | None, str] | None]:
         state = read(graph, networks, k)
         if f"move/{k}" not in kept:
             kept[f"move/{k}"] = target.move(k, state).flat()
-        moves.append(Move.of(kept[f"move/{k}"]))
-        if reference != "first" or k or moves[k].rounds:
-            moved = move_tensors(graph, moves[k], state)
-            certificates.append(measured(graph, state, moved, f"states[{k}], aligned", rounded=moves[k].rounds))
-            del moved
-        del state  # before the next one is read
-        tell("align", k + 1)
-    return moves, *certified(certificates)
+        move = Move.of(kept[f"move/{k}"])
+        if reference == "first" and k == 0 and not move.rounds:
+            return move, None
+        moved = move_tensors(graph, move, state)
+        return move, measured(graph, state, moved, f"states[{k}], aligned", rounded=move.rounds)
+
+    found = shared(len(networks), aligned, progress=lambda done: tell("align", done))
+    return [move for move, _ in found], *certified(told for _, told in found if told is not None)
 
 
 def _normalized(weights: Any, count: int) -> list[float]:

@@ -27,6 +27,7 @@ from tu_symmetry.checkpoints.files import (
     VERSION,
     Checkpoint,
     Track,
+    alone_in,
     check_checkpoints,
     load_checkpoint,
     moved_text,
@@ -38,7 +39,8 @@ from tu_symmetry.checkpoints.files import (
     verified_groups,
     write_owned,
 )
-from tu_symmetry.files import FileError, check_file, clear_scratch, lock_folder, without_nan, write_json, write_text
+from tu_symmetry.files import FileError, check_file, without_nan, write_json, write_text
+from tu_symmetry.processes import by_first, shared
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.symmetry.certificate import measured
 from tu_symmetry.symmetry.elements import identity_permutation, transposition_count
@@ -148,8 +150,7 @@ def align_files(
     files = check_checkpoints(graph, checkpoints, prefix, track)
     given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
     out.mkdir(parents=True, exist_ok=True)
-    with lock_folder(out):
-        clear_scratch(out, of={path.name for path in (*tensors, *texts)})
+    with alone_in(out, of={path.name for path in (*tensors, *texts)}):
         with track("finding what to align to", len(files)) as tracker:
             target = find_target(
                 graph,
@@ -161,7 +162,7 @@ def align_files(
         path = reference if isinstance(reference, Path) else files[target.index or 0].path
         if averaged:
             path = out / MEAN
-            write_owned(path, target.state, {"mean_of": len(files)})
+            by_first(lambda: write_owned(path, target.state, {"mean_of": len(files)}))
         header: dict[str, Any] = {
             "architecture": graph.architecture,
             "mode": mode if averaged else "file",
@@ -169,14 +170,13 @@ def align_files(
             "prefix": prefix,
             "over": sorted(over),
         }
-        results: list[Aligned] = []
-        skipped = 0
+
+        def align(k: int) -> tuple[Aligned, bool]:
+            found = _done_before(out, files[k], header)
+            return found or _align(target, files[k], k, out, header), found is not None
+
         with track("aligning", len(files)) as tracker:
-            for k, file in enumerate(files):
-                found = _done_before(out, file, header)
-                skipped += found is not None
-                results.append(found or _align(target, file, k, out, header))
-                tracker.update(k + 1, file=file.path.name)
+            results = shared(len(files), align, progress=tracker.update)
         alignment = FileAlignment(
             architecture=graph.architecture,
             mode=mode,
@@ -186,10 +186,10 @@ def align_files(
             sweeps=target.sweeps,
             converged=target.converged,
             prefix=prefix,
-            files=tuple(results),
-            skipped=skipped,
+            files=tuple(one for one, _ in results),
+            skipped=sum(before for _, before in results),
         )
-        _write_reports(out, alignment)
+        by_first(lambda: _write_reports(out, alignment))
     return alignment
 
 

@@ -10,8 +10,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,17 @@ from torch import Tensor
 
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Over, check_over
-from tu_symmetry.files import FileError, digest_file, files_of, read_header, read_json, write_safetensors
+from tu_symmetry.files import (
+    FileError,
+    clear_scratch,
+    digest_file,
+    files_of,
+    lock_folder,
+    read_header,
+    read_json,
+    write_safetensors,
+)
+from tu_symmetry.processes import by_first, gathered, shared
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -139,21 +149,39 @@ def _classes_of(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> int:
 
 def check_checkpoints(graph: SymmetryGraph, paths: Sequence[Path], prefix: str, track: Track) -> list[Checkpoint]:
     """Read every file once, before anything is written, so that a bad one is known at the start and not after hours."""
-    found, errors = [], []
+    names = output_names(paths)
+
+    def read(k: int) -> Checkpoint | str:
+        try:
+            load_checkpoint(graph, paths[k], prefix)
+            return Checkpoint(paths[k], names[k], sha256(paths[k]))
+        except (FileError, OSError) as error:
+            return str(error)
+
     with track("checking the files", len(paths)) as tracker:
-        for k, (path, name) in enumerate(zip(paths, output_names(paths), strict=True), 1):
-            try:
-                load_checkpoint(graph, path, prefix)
-                found.append(Checkpoint(path, name, sha256(path)))
-            except (FileError, OSError) as error:
-                errors.append(str(error))
-            tracker.update(k, file=path.name)
+        every = shared(len(paths), read, progress=tracker.update)
+    found = [one for one in every if isinstance(one, Checkpoint)]
+    errors = [one for one in every if isinstance(one, str)]
     if len(errors) == 1:
         raise FileError(errors[0])
     if errors:
         more = [f"and {len(errors) - 10} more"] if len(errors) > 10 else []
         raise FileError("\n  ".join([f"{len(errors)} of {len(paths)} files cannot be aligned:", *errors[:10], *more]))
     return found
+
+
+@contextmanager
+def alone_in(folder: Path, of: Collection[str] | None = None) -> Iterator[None]:
+    """Keep other runs from a folder, and clear what killed ones left there; of several processes the first does it."""
+    with ExitStack() as held:
+
+        def enter() -> None:
+            held.enter_context(lock_folder(folder))
+            clear_scratch(folder, of=of)
+
+        by_first(enter)
+        yield
+        gathered(None)  # the first lets go when all are done
 
 
 def sha256(path: Path) -> str:

@@ -25,6 +25,7 @@ from tu_symmetry.checkpoints.files import (
     MOVED,
     Checkpoint,
     Track,
+    alone_in,
     check_checkpoints,
     load_checkpoint,
     moved_text,
@@ -42,13 +43,13 @@ from tu_symmetry.files import (
     FileError,
     clear_scratch,
     digest_of,
-    lock_folder,
     read_tensors,
     remove_folder,
     without_nan,
     write_json,
     write_text,
 )
+from tu_symmetry.processes import by_first, rank
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -108,7 +109,7 @@ def merge_files(
     metrics: dict[str, Any] = {"accuracy": accuracy} if classes else {}
     out.parent.mkdir(parents=True, exist_ok=True)
     with working_folder(working, made_of) as kept, track("measuring, aligning and averaging", len(files)) as tracker:
-        clear_scratch(out.parent, of={path.name for path in (out, *reports, working)})
+        by_first(lambda: clear_scratch(out.parent, of={path.name for path in (out, *reports, working)}))
         merged = merge(
             graph,
             StateSource([file.path for file in files], prefix=prefix),
@@ -124,12 +125,15 @@ def merge_files(
             resume=kept,
             progress=lambda at: tracker.update(at["done"], what=at["step"]),
         )
-        report = {"model": graph.architecture, **_report(merged, files, reference, data, loss)}
-        write_owned(out, merged.state, {"merged": report})
-        write_json(reports[1], {"what": MARK, **report})
-        write_text(
-            reports[0], f"# {MARK}\n\n{merge_grid(merged, [f.path for f in files], graph.architecture).markdown()}\n"
-        )
+
+        def write() -> None:
+            report = {"model": graph.architecture, **_report(merged, files, reference, data, loss)}
+            grid = merge_grid(merged, [f.path for f in files], graph.architecture)
+            write_owned(out, merged.state, {"merged": report})
+            write_json(reports[1], {"what": MARK, **report})
+            write_text(reports[0], f"# {MARK}\n\n{grid.markdown()}\n")
+
+        by_first(write)
     return merged
 
 
@@ -194,16 +198,15 @@ def working_folder(folder: Path, made_of: Any) -> Iterator[Kept]:
     if folder.exists() and not (folder.is_dir() and all(map(_own, folder.iterdir()))):
         raise FileError(f"{folder} was not written by this command; move it away or choose another --out")
     folder.mkdir(exist_ok=True)
-    with lock_folder(folder):
-        clear_scratch(folder)
+    with alone_in(folder):
         kept = Kept(folder, made_of)
         try:
             yield kept
         except BaseException:
-            if not kept:  # it failed before anything was found
+            if not kept and rank() == 0:  # it failed before anything was found
                 remove_folder(folder)
             raise
-        remove_folder(folder)
+        by_first(lambda: remove_folder(folder))
 
 
 def _own(path: Path) -> bool:

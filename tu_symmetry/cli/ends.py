@@ -24,6 +24,7 @@ Handler = Callable[[argparse.Namespace], int | None]
 
 TRACEBACK = "TU_SYMMETRY_TRACEBACK"
 RESUMES = ("table", "align", "merge")  # whose command resumes what was cut off
+SHARED = ("inspect", "align", "merge")  # whose work the processes share that ``torchrun`` starts
 TRAINS = ("fit", "validate", "test", "predict")  # run a user's own code, whose errors are shown whole
 
 
@@ -36,6 +37,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with status 2."""
+        if os.environ.get("RANK", "0") != "0":  # the first of several processes says it
+            self.exit(2)
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists what there is)\n")
 
 
@@ -134,6 +137,9 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         return fail(word + again, code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
+    others = os.environ.get("RANK", "0") != "0" and command in SHARED and not getattr(error, "__notes__", ())
+    if others or type(error).__name__ == "ElsewhereError":  # the process where it went wrong says it, or the first
+        return 2
     if type(error).__module__.startswith("tu_symmetry.") or _raised_here(error):
         return fail(" ".join(str(error).split()))
     if isinstance(error, UnicodeDecodeError):

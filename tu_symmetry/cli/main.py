@@ -11,9 +11,10 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 from tu_symmetry.cli.checkpoints import align, inspect, merge
-from tu_symmetry.cli.ends import Handler, Parser, Signals, ended
+from tu_symmetry.cli.ends import SHARED, Handler, Parser, Signals, ended
 from tu_symmetry.cli.recipes import recipes, table
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Handler]]] = {
@@ -97,4 +98,13 @@ def _run(arguments: list[str]) -> int:
         return 0
     parser, handlers = build_parser()
     parsed = parser.parse_args(arguments)
-    return handlers[parsed.command](parsed) or 0
+    if parsed.command not in SHARED or "WORLD_SIZE" not in os.environ:
+        return handlers[parsed.command](parsed) or 0
+    from tu_symmetry.processes import rank, together
+
+    with together(), ExitStack() as quiet:
+        if rank() > 0:  # the first process speaks
+            nowhere = quiet.enter_context(open(os.devnull, "w"))
+            quiet.enter_context(redirect_stdout(nowhere))
+            quiet.enter_context(redirect_stderr(nowhere))
+        return handlers[parsed.command](parsed) or 0
