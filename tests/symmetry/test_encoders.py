@@ -109,8 +109,8 @@ LAYER = 2 * 24 + UNITS  # signs of two gains, and of an attention
 NETWORKS = {
     # the gain of the last norm, which the head reads, has signs of its own
     "ViT": (vit, [D, *2 * [*HEADS, MLP]], 1 + 24 + 2 * LAYER, 2 * MAPS),
-    # two towers, that of images with a norm before its stream; rotations of the 16 common units are not found: 16 * 16
-    "CLIP": (clip, [D, D, (16,), *4 * [*HEADS, MLP]], (1 + 24) + (1 + 1 + 24) + 4 * LAYER + 16, 4 * MAPS),
+    # two towers, that of images with a norm before its stream; the 16 common units, of which norms are read, rotate
+    "CLIP": (clip, [D, D, (16,), *4 * [*HEADS, MLP]], (1 + 24) + (1 + 1 + 24) + 4 * LAYER + 16, 4 * MAPS + 16 * 16),
     # one embedding for both streams and the head, and one table of relative positions for the heads of all layers
     "T5": (t5, [D, *2 * [(4,), *2 * HEADS[1:]], *2 * HEADS, *4 * [MLP]], 24 + 2 * LAYER + 24 + 2 * (LAYER + 24 + UNITS),
            6 * MAPS),

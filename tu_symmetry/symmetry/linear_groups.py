@@ -8,9 +8,11 @@ matrices remain.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import numpy as np
@@ -94,21 +96,26 @@ def _oriented(ledger: Ledger, system: ScaleSystem, group: PermutationGroup) -> l
     factors = set()
     for member in group.members:
         value = ledger.parameters[member.parameter]
-        columns: dict[float, list[int]] = defaultdict(list)
+        held = [Counter[tuple[float, int]]() for _ in range(member.index[..., 0].numel() * member.index.shape[-1])]
         for exponent, variables in system.expand(value.scale, value.ndim):
             numbers = numbers_at(torch.from_numpy(np.where(variables == ZERO, -1, variables)), member)
-            for k, column in enumerate([] if numbers is None else numbers.T.tolist()):
-                if len(set(column)) > 1:  # a factor that all units share says nothing of them
-                    factors.add(tuple(column))
-                    columns[exponent].append(k)
-        if sorted(k for held in columns.values() for k in held) != list(range(member.index.shape[-1])):
-            return []
-        for exponent, held in columns.items():
-            own = member.parameter, member.axis, member.index[..., held], member.within_axis, member.within
-            found.append(LinearMember(*own, exponent=exponent))
+            for k, number in enumerate([] if numbers is None else numbers.T.flatten().tolist()):
+                held[k][exponent, number] += number >= 0
+        columns: dict[float, list[int]] = defaultdict(list)
+        size = len(held) // member.index.shape[-1]
+        for k in range(member.index.shape[-1]):
+            own = held[k * size : (k + 1) * size]
+            common = reduce(and_, own)  # a factor that all units share says nothing of them
+            left = [[*(units - common).elements()] for units in own]
+            if any(len(one) != 1 for one in left) or len({exponent for ((exponent, _),) in left}) > 1:
+                return []
+            factors.add(tuple(number for ((_, number),) in left))
+            columns[left[0][0][0]].append(k)
+        for exponent, copies in columns.items():
+            place = member.parameter, member.axis, member.index[..., copies], member.within_axis, member.within
+            found.append(LinearMember(*place, exponent=exponent))
     one = next(iter(factors)) if len(factors) == 1 else ()
-    whole = one and min(one) >= 0 and len(set(one)) == len(one) and all(abs(m.exponent) == 1 for m in found)
-    return found if whole else []
+    return found if one and len(set(one)) == len(one) and all(abs(m.exponent) == 1 for m in found) else []
 
 
 def _stacked(blocks: Sequence[LinearMember]) -> LinearMember:
