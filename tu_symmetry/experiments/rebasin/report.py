@@ -304,6 +304,6 @@ def draw_paths(path: Path, found: Found) -> None:
                 plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
             ax.set(title=LEGEND[correction], xlabel=r"share $\lambda$ of the second network", xlim=(0, 1))
         axes[0, 0].set_ylabel("test loss (nats)")
-        axes[0, -1].legend(loc="upper left", title="matched by")
+        axes[0, -1].legend(loc="upper left", title="matched by", fontsize=7, title_fontsize=7)
         bottom, top = axes[0, 0].get_ylim()
-        axes[0, 0].set_ylim(bottom, top + 0.5 * (top - bottom))
+        axes[0, 0].set_ylim(bottom, top + 0.13 * len(found["methods"]) * (top - bottom))
