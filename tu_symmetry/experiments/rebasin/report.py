@@ -177,17 +177,16 @@ def _over(first: str, second: str) -> Callable[[Mapping[str, Found], str, str], 
 
 
 def _low(networks: Mapping[str, Found], narrow: str, wide: str) -> Answer:
-    """Whether learned rotations leave less than a tenth of the barriers that there are without any matching."""
+    """Whether trained rotations leave less than a tenth of the barrier between a network and the first one."""
     held, words = [], []
     for title, found in networks.items():
         if "straight_through_rotated" in found["methods"]:
             control, after = (barriers(found, method, "none") for method in ("none", "straight_through_rotated"))
-            held += [a < 0.1 * b for a, b in zip(after, control, strict=True)]
-            matched = [a for (i, _), a in zip(found["pairs"], after, strict=True) if i == 0]
-            words.append(
-                f"{title}: {fmean(control):.3f} → {fmean(after):.3f} (with the first network {fmean(matched):.3f})"
-            )
-    return _answer(held, "cases are pairs, low is below a tenth of what it is unmatched; mean barrier in nats", words)
+            matched = [(a, b) for (i, _), a, b in zip(found["pairs"], after, control, strict=True) if i == 0]
+            held += [a < 0.1 * b for a, b in matched]
+            words.append(f"{title}: {fmean(b for _, b in matched):.3f} → {fmean(a for a, _ in matched):.3f}")
+    what = "cases are pairs with the first network, low is below a tenth of what it is unmatched; mean barrier in nats"
+    return _answer(held, what, words)
 
 
 ANSWERS = {
@@ -208,8 +207,10 @@ def barrier_table(title: str, found: Found) -> Grid:
     """Barriers with temperature 1 and tuned, and what the matching did to the distance."""
     matching = found["matching"]
 
-    def cell(method: str, correction: str, *, tempered: bool) -> str:
-        values = torch.tensor(barriers(found, method, correction, tempered=tempered), dtype=torch.float64, device="cpu")
+    def cell(method: str, correction: str, *, tempered: bool, first: bool | None = None) -> str:
+        pairs = zip(found["pairs"], barriers(found, method, correction, tempered=tempered), strict=True)
+        kept = [value for (i, _), value in pairs if first is None or first == (i == 0)]
+        values = torch.tensor(kept, dtype=torch.float64, device="cpu")
         return f"{values.mean():.2f}" + (f"\n±{values.std():.2f}" if len(values) > 1 else "")
 
     columns: dict[str, Any] = {
@@ -219,6 +220,11 @@ def barrier_table(title: str, found: Found) -> Grid:
     turned = any(sum(own["sign_changes"]) for own in matching["methods"].values())
     if turned:
         columns["signs"] = lambda m: f"{fmean(matching['methods'][m]['sign_changes'][1:]):.0f}"
+    told = ""
+    if len(corrections(found)) == 1 and len(found["pairs"]) > 1:
+        names = {"matched": True, "others": False}
+        columns |= {f"T = 1\n{n}": lambda m, w=w: cell(m, "none", tempered=False, first=w) for n, w in names.items()}
+        told = "; matched: pairs with the first network, to which the others were matched"
     columns |= {f"T = 1\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=False) for c in corrections(found)}
     columns |= {f"tuned T\n{SHORT[c]}": lambda m, c=c: cell(m, c, tempered=True) for c in corrections(found)}
     corrected = (
@@ -230,7 +236,7 @@ def barrier_table(title: str, found: Found) -> Grid:
         f"barriers of the test loss in nats, mean ± one standard deviation over {len(found['pairs'])} pairs; T: "
         f"softmax temperature, 1 or tuned at each point on held-out images{corrected}; NoT: transpositions relative to "
         f"the first network, mean over the others, {matching['largest_transpositions']} at most; L2: distance of the "
-        f"weights, mean over pairs{'; signs: how many units turn' if turned else ''}"
+        f"weights, mean over pairs{'; signs: how many units turn' if turned else ''}{told}"
     )
     return table(f"{title}: barriers", {METHODS[m]: m for m in found["methods"]}, columns, caption)
 
@@ -298,6 +304,6 @@ def draw_paths(path: Path, found: Found) -> None:
                 plots.band(ax, found["ratios"], losses, COLORS[method], METHODS[method], marker="o")
             ax.set(title=LEGEND[correction], xlabel=r"share $\lambda$ of the second network", xlim=(0, 1))
         axes[0, 0].set_ylabel("test loss (nats)")
-        axes[0, -1].legend(loc="upper left", title="matched by")
+        axes[0, -1].legend(loc="upper left", title="matched by", fontsize=7, title_fontsize=7)
         bottom, top = axes[0, 0].get_ylim()
-        axes[0, 0].set_ylim(bottom, top + 0.5 * (top - bottom))
+        axes[0, 0].set_ylim(bottom, top + 0.13 * len(found["methods"]) * (top - bottom))
