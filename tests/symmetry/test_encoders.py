@@ -136,4 +136,6 @@ def test_encoders(name: str) -> None:
     always = [g for g in graph.linears if not g.constant]
     assert (sum(g.size for g in graph.signs), sum(math.prod(g.shape) for g in always)) == (signs, entries)
     streams = [(g.subgroup, g.size) for g in graph.linears if g.constant]
-    assert streams == [("centered", 24)] * {"ViT": 1, "CLIP": 2, "Whisper": 1}.get(name, 0)  # T5 drops entries of its own
+    assert streams == [("centered", 24)] * {"ViT": 1, "CLIP": 2, "Whisper": 1}.get(
+        name, 0
+    )  # T5 drops entries of its own
