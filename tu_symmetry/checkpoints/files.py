@@ -22,7 +22,7 @@ from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.files import FileError, digest_file, read_header, read_json, write_safetensors
 from tu_symmetry.reporting.progress import Track, Tracker
-from tu_symmetry.shards import files_of, is_part, is_sharded
+from tu_symmetry.shards import files_of, is_part
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -60,7 +60,7 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        files = [path for path in map(_whole, matches) if path.is_file() or is_sharded(path)]
+        files = [path for path in map(_whole, matches) if path.is_file() or (path.is_dir() and files_of(path))]
         if not files:
             raise FileError(f"{pattern} is no file, and no folder of torch.distributed.checkpoint")
         for file in files:
@@ -71,8 +71,8 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
 def _whole(match: str) -> Path:
     """What a file that was found belongs to; Lightning puts one of its own beside those of torch."""
     path = Path(match)
-    lightning = path.name == "meta.pt" and is_sharded(path.parent)
-    return path.parent if lightning or (path.is_file() and is_part(path)) else path
+    inside = path.is_file() and (is_part(path) or (path.name == "meta.pt" and files_of(path.parent)))
+    return path.parent if inside else path
 
 
 def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) -> SymmetryGraph:
