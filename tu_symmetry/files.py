@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -20,8 +21,8 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,6 @@ AnyPath = str | os.PathLike[str]
 SCRATCH = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.tmp")
 LOCK = ".lock"
 SUFFIXES = (".safetensors", ".ckpt", ".pt", ".pth", ".bin")  # of files of weights
-INDEX = ".index.json"
 _DIGEST, _VERSIONS, _MODULES = "tu_symmetry.blake2b", "tu_symmetry.written_by", "tu_symmetry.modules"
 _SEAL = "sealed"
 _BLOCK = 1 << 20
@@ -264,6 +264,12 @@ def read_tensors(path: AnyPath) -> dict[str, Tensor]:
     return read_safetensors(path)[0]
 
 
+def stamp(path: Path) -> tuple[int, int, int]:
+    """By what a file differs from another one that takes its name: number, size and time."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class TensorFile(Mapping[str, Tensor]):
     """The tensors of a safetensors file, each read when it is asked for, into aligned memory of its own.
 
@@ -273,13 +279,9 @@ class TensorFile(Mapping[str, Tensor]):
 
     def __init__(self, path: AnyPath) -> None:
         self.path = Path(path)
-        self._stamp = self._look()
+        self._stamp = stamp(self.path)
         self.header = check_file(path)
         self._metadata = self.header.modules
-
-    def _look(self) -> tuple[int, int, int]:
-        found = self.path.stat()
-        return found.st_ino, found.st_size, found.st_mtime_ns
 
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self.header.layout[name]
@@ -291,7 +293,7 @@ class TensorFile(Mapping[str, Tensor]):
             with self.path.open("rb") as file:
                 file.seek(self.header.places[name])
                 whole = file.readinto(_content(content)) == content.numel() * content.element_size()
-            if not whole or self._look() != self._stamp:
+            if not whole or stamp(self.path) != self._stamp:
                 raise FileError(f"{self.path} was changed while it was read; make sure that nothing writes to it")
         return content
 
@@ -348,41 +350,6 @@ def _read_head(path: AnyPath) -> tuple[Header, bytes]:
     return Header(metadata, layout, digest, written_by, places, modules), length + text
 
 
-def shards_of(index: Path) -> dict[str, Path]:
-    """The file of each tensor, from the index (``.safetensors.index.json``) of a network that is cut into several.
-
-    An index may name files of weights in its own folder and below alone; a link that stands there is followed.
-    """
-    try:
-        names = json.loads(index.read_bytes())["weight_map"]
-        texts = [*names.keys(), *names.values()]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileError(f"{index} is no index of weights ({type(error).__name__}: {error})") from error
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise FileError(f"{index} is no index of weights: its weight_map is to name a file for each tensor")
-    files = sorted(set(names.values()))
-    if outside := [file for file in files if _leads_out(file)]:
-        raise FileError(
-            f"{index} names {outside[0]!r}, which is no file of weights ({', '.join(SUFFIXES)}) in its folder; put the "
-            "files beside it, and write their names into it"
-        )
-    if missing := [file for file in files if not os.path.isfile(index.parent / file)]:
-        raise FileError(f"{index} names files that are not there: {', '.join(missing[:4])}; copy or download them too")
-    return {tensor: index.parent / file for tensor, file in names.items()}
-
-
-def _leads_out(file: str) -> bool:
-    """Whether a name of an index is of anything but a file of weights below it, on any system."""
-    ways = (PurePosixPath(file), PureWindowsPath(file))
-    away = any(way.is_absolute() or way.drive or way.root or ".." in way.parts for way in ways)
-    return away or not file.isprintable() or ways[0].suffix not in SUFFIXES
-
-
-def files_of(path: Path) -> list[Path]:
-    """All files that a network is read from: itself, and those that it names if it is an index."""
-    return [path, *dict.fromkeys(shards_of(path).values())] if path.name.endswith(INDEX) else [path]
-
-
 def _content(tensor: Tensor) -> memoryview:
     """The bytes of a tensor."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -390,38 +357,64 @@ def _content(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def check_archive(path: AnyPath) -> None:
+def read_archive(file: IO[bytes], name: object) -> Any:
+    """What ``torch.save`` wrote into a file of this name, read as weights only after its checksums were compared."""
+    check_archive(file, name)
+    file.seek(0)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise FileError(
+            f"{name} cannot be read as weights only. If it is a checkpoint that you trust and the message below names "
+            "a class, allow it with torch.serialization.add_safe_globals([that class]); else the file is foreign or "
+            "damaged. torch said: " + _reason(error)
+        ) from error
+    except OSError:
+        raise  # the system's own
+    except Exception as error:  # what a foreign file makes of the unpickler can be anything
+        raise FileError(
+            f"{name} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What torch's reader stumbled on, without its paragraphs of advice."""
+    said = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = next((line for line in said if "WeightsUnpickler error" in line or line.startswith("Unsupported")), None)
+    return (found or next(iter(said), "nothing")).partition(" Please use")[0]
+
+
+def check_archive(file: IO[bytes], name: object) -> None:
     """Read a file of ``torch.save`` once and compare each of its members with its checksum, which torch does not do.
 
     Members are stored as they are, so that reading takes no more memory than the file has bytes. What is no archive
     (the format of torch before 1.6) has no checksums and is not looked at.
     """
-    with Path(path).open("rb") as file:
-        if file.read(4) != b"PK\3\4":
-            return
-        size, why = os.stat(path).st_size, ""
-        bad: str | Exception | None = None
-        try:
-            with zipfile.ZipFile(file) as archive:
-                members = archive.infolist()
-                total = sum(one.file_size for one in members)
-                packed = [one.filename for one in members if one.compress_type != zipfile.ZIP_STORED]
-                if packed or total > size:
-                    why = f"{packed[0]!r} is compressed" if packed else "its members overlap"
-                elif any(one.CRC for one in members):  # torch.serialization.set_crc32_options(False) leaves them out
-                    bad = archive.testzip()
-        except (zipfile.BadZipFile, RuntimeError, EOFError, struct.error, ValueError, OSError) as error:
-            if isinstance(error, OSError) and error.errno != errno.EINVAL:
-                raise  # a place before the beginning of the file is an error of the system too
-            bad = error
+    if file.read(4) != b"PK\3\4":
+        return
+    size, why = file.seek(0, os.SEEK_END), ""
+    bad: str | Exception | None = None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            total = sum(one.file_size for one in members)
+            packed = [one.filename for one in members if one.compress_type != zipfile.ZIP_STORED]
+            if packed or total > size:
+                why = f"{packed[0]!r} is compressed" if packed else "its members overlap"
+            elif any(one.CRC for one in members):  # torch.serialization.set_crc32_options(False) leaves them out
+                bad = archive.testzip()
+    except (zipfile.BadZipFile, RuntimeError, EOFError, struct.error, ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise  # a place before the beginning of the file is an error of the system too
+        bad = error
     if why:
         raise FileError(
-            f"{path} would take {total} bytes of memory and has {size}: {why}, as torch.save writes no files; if you "
+            f"{name} would take {total} bytes of memory and has {size}: {why}, as torch.save writes no files; if you "
             "trust it, load it with torch and save it again"
         )
     if bad is not None:
         what = f"{bad!r} has another checksum" if isinstance(bad, str) else f"its directory cannot be read ({bad})"
-        raise FileError(f"{path} is truncated, or was changed or damaged after it was written: {what}; restore it")
+        raise FileError(f"{name} is truncated, or was changed or damaged after it was written: {what}; restore it")
 
 
 def _hash(content: bytes = b"") -> Any:

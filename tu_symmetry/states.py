@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import numbers
 import os
-import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import INDEX, FileError, TensorFile, check_archive, shards_of
+from tu_symmetry.files import FileError, TensorFile, read_archive
 from tu_symmetry.modules import is_source, state_of, states_of
+from tu_symmetry.shards import INDEX, TensorFolder, shards_of
 
 State = dict[str, Tensor]
 States = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]  # a stack, or a list
@@ -264,8 +264,9 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "") ->
     Args:
         path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
             checkpoint) that holds one under ``state_dict``; or the index (``.safetensors.index.json``) of a network
-            that is cut into several files. Or the LightningModule that has trained it (a routine of TorchUncertainty):
-            a copy of its network's weights.
+            that is cut into several files; or a folder of ``torch.distributed.checkpoint``, whose sharded tensors come
+            out whole and whose optimizers are left out. Or the LightningModule that has trained it (a routine of
+            TorchUncertainty): a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
 
     Raises:
@@ -288,7 +289,7 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "") ->
 
 
 def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str, Tensor]:
-    """As :func:`load_state`, but each tensor of safetensors files is read when it is asked for.
+    """As :func:`load_state`, but each tensor of safetensors files and of folders is read when it is asked for.
 
     A prefix is taken off where there is any name with it.
     """
@@ -326,9 +327,11 @@ def _renamed(state: Mapping[str, Tensor], prefix: str) -> _View:
 
 
 def _open(path: Path) -> Mapping[str, Tensor]:
-    """The tensors of a file or an index: those of safetensors are read when they are asked for, others now."""
+    """The tensors of a file, a folder or an index; those of ``torch.save`` are read now, others when asked for."""
     if path.suffix == _SUFFIX:
         return TensorFile(path)
+    if path.is_dir():
+        return TensorFolder(path)
     if not path.name.endswith(INDEX):
         return _torch_state(path)
     files = shards_of(path)
@@ -342,21 +345,8 @@ def _open(path: Path) -> Mapping[str, Tensor]:
 
 def _torch_state(path: Path) -> State:
     """The state dict in a file of ``torch.save``, or under ``state_dict`` in it."""
-    check_archive(path)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise SampleFileError(
-            f"{path} cannot be read as weights only. If it is a checkpoint that you trust and the message below names "
-            "a class, allow it with torch.serialization.add_safe_globals([that class]); else the file is foreign or "
-            "damaged. torch said: " + _reason(error)
-        ) from error
-    except OSError:
-        raise  # no such file, no right to read it
-    except Exception as error:  # what a foreign file makes of the unpickler can be anything
-        raise SampleFileError(
-            f"{path} is no torch checkpoint, or it is truncated ({type(error).__name__}: {error})"
-        ) from error
+    with path.open("rb") as file:
+        content = read_archive(file, path)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not content or not all(isinstance(t, Tensor) for t in content.values()):
@@ -383,10 +373,3 @@ def _require_size(path: Path, state: Mapping[str, Tensor]) -> None:
             f"{path} has {file} bytes, and its tensors would take {max(held, size)}: they repeat a few numbers, or are "
             "damaged; if you trust it, load it with torch.load and save contiguous copies"
         )
-
-
-def _reason(error: Exception) -> str:
-    """What torch's reader stumbled on, without its paragraphs of advice."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = next((line for line in said if "WeightsUnpickler error" in line or line.startswith("Unsupported")), None)
-    return (found or next(iter(said), "nothing")).partition(" Please use")[0]

@@ -24,7 +24,6 @@ from tu_symmetry.files import (
     FileError,
     clear_scratch,
     digest_file,
-    files_of,
     lock_folder,
     read_header,
     read_json,
@@ -32,6 +31,7 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.processes import by_first, gathered, shared
 from tu_symmetry.reporting.progress import Track, Tracker
+from tu_symmetry.shards import files_of, is_part
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -44,7 +44,7 @@ MOVED = "signs, largest factor, mixed blocks"  # the title of what moved_text te
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file, the name of its results, and the digest of its bytes."""
+    """A file or a folder, the name of its results, and the digest of its bytes."""
 
     path: Path
     name: str
@@ -62,16 +62,26 @@ def silent(description: str, total: int) -> AbstractContextManager[Tracker]:
 
 
 def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Files by their paths or globs (``**`` descends into folders), in the order given, each once."""
+    """Files by their paths or globs (``**`` descends into folders), in the order given, each once.
+
+    A folder of ``torch.distributed.checkpoint`` is one checkpoint, for which each file in it stands.
+    """
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
         matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-        files = [Path(match) for match in matches if Path(match).is_file()]
+        files = [path for path in map(_whole, matches) if path.is_file() or (path.is_dir() and files_of(path))]
         if not files:
-            raise FileError(f"{pattern} is no file")
+            raise FileError(f"{pattern} is no file, and no folder of torch.distributed.checkpoint")
         for file in files:
             found.setdefault(os.path.abspath(file), file)
     return list(found.values())
+
+
+def _whole(match: str) -> Path:
+    """What a file that was found belongs to; Lightning puts one of its own beside those of torch."""
+    path = Path(match)
+    inside = path.is_file() and (is_part(path) or (path.name == "meta.pt" and files_of(path.parent)))
+    return path.parent if inside else path
 
 
 def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) -> SymmetryGraph:
@@ -185,8 +195,9 @@ def alone_in(folder: Path, of: Collection[str] | None = None) -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file's bytes that other programs know too."""
-    return digest_file(path, hashlib.sha256())
+    """The digest of a file's bytes that other programs know too; of several files, of one after the other."""
+    digest = hashlib.sha256()
+    return [digest_file(file, digest) for file in files_of(path)][-1]
 
 
 def write_owned(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:

@@ -41,7 +41,8 @@ def _add_files(parser: argparse.ArgumentParser, **out: Any) -> None:
     parser.add_argument(
         "checkpoints",
         nargs="+",
-        help="Lightning checkpoints, torch state dicts, safetensors files or indices of several, and globs of them",
+        help="Lightning checkpoints, torch state dicts, safetensors files or indices of several, folders of "
+        "torch.distributed.checkpoint, and globs of them",
     )
     _add_architecture(parser)
     parser.add_argument("--out", required=True, **out)

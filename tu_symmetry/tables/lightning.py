@@ -118,7 +118,8 @@ def require_checkpoint(path: str) -> None:
     if not zipfile.is_zipfile(path):
         raise ConfigError(f"--ckpt_path: {path} is truncated, or no file of torch.save")
     try:
-        check_archive(path)
+        with place.open("rb") as file:
+            check_archive(file, path)
     except FileError as error:
         raise ConfigError(f"--ckpt_path: {error}, or take another") from error
     with zipfile.ZipFile(path) as archive:
