@@ -9,6 +9,7 @@ between their units: what the best rotation gives. So heads are paired as blocks
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from tu_symmetry.alignment.assignment import assign_family, flat_source
 from tu_symmetry.alignment.gram import Family, member_gram, widened
 from tu_symmetry.alignment.matching import Matching, Solver, inner_product, weight_distance, weight_matching
 from tu_symmetry.alignment.signed import PairSigns, Search, signed_matching
+from tu_symmetry.scaling.folding import foldable
+from tu_symmetry.states import SymmetryWarning
 from tu_symmetry.symmetry.action import compose_signed, linear_tensors, mix_axis, signed_tensors, unfolded
 from tu_symmetry.symmetry.elements import Maps, SignedPermutation, closest_matrices
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -31,6 +34,7 @@ from tu_symmetry.symmetry.groups import (
     PermutationMember,
     ScaleMember,
     SignGroup,
+    some,
 )
 
 _MOST_SWEEPS = 20
@@ -60,12 +64,16 @@ def rotation_matching(
 
     Raises:
         SymmetryError: as :func:`~tu_symmetry.weight_matching`.
+
+    Warns:
+        SymmetryWarning: groups that are not searched, because norms are not folded that could be.
     """
     match = signed_matching if signs else weight_matching
     found = match(graph, reference_state, state, solver=solver)
     pair = widened(graph, reference_state, state)
-    free = (g for g in graph.linears if not any(unfolded(graph, g, one) for one in pair))
-    graph = replace(graph, linears=tuple(free))
+    free = tuple(g for g in graph.linears if not any(unfolded(graph, g, one) for one in pair))
+    _say_unfolded(graph, [g for g in graph.linears if g not in free])
+    graph = replace(graph, linears=free)
     if not signs:
         graph = replace(graph, signs=(), sign_terms={})
     if not graph.linears:
@@ -86,6 +94,19 @@ def rotation_matching(
         first = {name: maps[name] @ own for name, own in first.items()}
         told = linear_tensors(graph, first, pair[1])
     return min(results, key=lambda result: result.distance_after)
+
+
+def _say_unfolded(graph: SymmetryGraph, left: Sequence[LinearGroup]) -> None:
+    """Warn of groups that stay out of a search, and need not."""
+    groups = [g.name for g in left if all(foldable(graph, gain) for gain in g.constant)]
+    if groups:
+        warnings.warn(
+            f"rotations of {some(groups)} are not searched: gains of normalizations multiply these units one by one. "
+            "Fold them into what reads them, which changes no function: tu_symmetry.fold_norms(graph, state) for each "
+            "network, before it is aligned",
+            SymmetryWarning,
+            stacklevel=4,
+        )
 
 
 def behind(graph: SymmetryGraph, placed: Sequence[LinearGroup]) -> SymmetryGraph:

@@ -47,13 +47,23 @@ def fold_norms(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, T
     return as_given(state, moved)
 
 
+def foldable(graph: SymmetryGraph, gain: str) -> bool:
+    """Whether each entry of a gain has a factor of its own, with which :func:`fold_norms` brings it to one."""
+    return any(_own(term.index, graph.shapes[gain][-1]) for term in graph.scale_terms.get(gain, ()))
+
+
+def _own(index: Tensor, size: int) -> bool:
+    at = index.reshape(-1)
+    return len(at) == len(at.unique()) == size and int(at.min()) >= 0
+
+
 def _scaled(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state with a gain whose entries have the size one, where each has a factor of its own."""
     groups = (*graph.scales, *graph.normalizations)
     sizes = [g.size for g in groups]
     for term in graph.scale_terms.get(name, ()):
         at = term.index.reshape(-1)
-        if len(at) == len(gain) and len(at.unique()) == len(at) and int(at.min()) >= 0:
+        if _own(at, len(gain)):
             factors = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
             factors[at] = -gain.abs().log() / term.exponent
             parts = factors.split(sizes)
@@ -66,7 +76,7 @@ def _turned(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tens
     sizes = [g.size for g in graph.signs]
     for term in graph.sign_terms.get(name, ()):
         at = term.index.reshape(-1)
-        if len(at) == len(gain) and len(at.unique()) == len(at) and int(at.min()) >= 0:
+        if _own(at, len(gain)):
             signs = torch.ones(sum(sizes), dtype=torch.int64, device="cpu")
             signs[at] = gain.sign().to(torch.int64)
             parts = signs.split(sizes)
