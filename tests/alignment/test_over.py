@@ -14,6 +14,7 @@ from zoo import discovered, llama, named, outputs, relative, scale_only, small, 
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import balanced, canonical_linear
+from tu_symmetry.scaling.folding import folding_element
 from tu_symmetry.symmetry import SignedPermutation, apply_linear, apply_signed, random_linear
 from tu_symmetry.symmetry.running.weights import random_state
 
@@ -237,7 +238,8 @@ def test_networks_are_aligned_over_scales(reference: Any, over: Any) -> None:
         assert all(torch.equal(again[n], there[n]) for n in there)
         assert bool(balance) == ("rotations" in over)
         if reference == "first":
-            form = balanced(graph, one) if balance else tus.canonicalize(graph, one)
+            form = balanced(graph, tus.fold_norms(graph, one)) if balance else tus.canonicalize(graph, one)
+            before = tus.apply_signs(graph, folding_element(graph, one)[1], before) if balance else before
             assert apart(graph, form.state, before) < 1e-9
             norm = tus.align(graph, [result.states[0], before]).distances_before[1]
             assert result.distances_before[k] == pytest.approx(norm)
@@ -245,6 +247,23 @@ def test_networks_are_aligned_over_scales(reference: Any, over: Any) -> None:
     stack = {n: torch.stack([s[n] for s in given]) for n in state}
     stacked = tus.align(graph, stack, reference=reference, over=over, certify=False).states
     assert all(torch.equal(stacked[n][k], result.states[k][n]) for n in state for k in range(3))
+
+
+def test_norms_are_folded_before_streams_are_rotated() -> None:
+    """Networks as they are trained, whose gains differ: a rotated copy, of which some are negative, is met again."""
+    model, tokens = llama()
+    graph = tus.discover_symmetries(model.double().eval(), tokens)
+    generator = torch.Generator().manual_seed(3)
+    state = {n: torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in model.state_dict().items()}
+    folded = tus.fold_norms(graph, state)
+    turned = apply_linear(graph, random_linear(graph, generator=generator, std=0.0, folded=True), folded)
+    other = tus.apply_signs(graph, tus.random_signs(graph, generator=generator), turned)
+    over: Any = ("permutations", "signs", "rotations")
+    result = tus.align(graph, [state, other], over=over)
+    assert apart(graph, *result.states) < 1e-7 and all(c.holds for c in result.certificates)
+    assert apart(graph, result.states[0], folded) < 1e-12 and apart(graph, state, folded) > 0.1
+    for reference in ("medoid", "mean"):
+        assert apart(graph, *tus.align(graph, [state, other], over=over, reference=reference).states) < 1e-7
 
 
 def test_a_given_reference_goes_to_its_least_mass_too() -> None:

@@ -39,7 +39,7 @@ def member_state(module: Routine, i: int) -> dict[str, Tensor]:
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    return float(sum(((a[k] - b[k]).double() ** 2).sum() for k in a if a[k].is_floating_point()) ** 0.5)
+    return float(sum(((a[k].cpu() - b[k].cpu()).double() ** 2).sum() for k in a if a[k].is_floating_point()) ** 0.5)
 
 
 class PlantPermutations(Callback):

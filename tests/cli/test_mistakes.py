@@ -188,6 +188,8 @@ def test_what_the_library_has_a_class_for_is_foreseen(capsys: pytest.CaptureFixt
     classes = own_errors()
     assert {"FolderInUseError", "SymmetryError", "FileError", "MissingExtraError"} <= {c.__name__ for c in classes}
     for kind in classes:
+        if kind.__name__ == "ElsewhereError":  # another process has said it
+            continue
         for command in ("align", "fit"):
             error = kind.__new__(kind)
             Exception.__init__(error, "what was seen; what to do")

@@ -79,7 +79,8 @@ def align(
 
     Law: matched by weights, no network ends farther from ``first``, ``medoid`` or a given state than it was, and of
     ``mean`` and ``universe`` the squared distances of all pairs do not add up to more (up to rounding). Over scales
-    this holds for the networks at their least mass, the reference among them: to these all distances refer.
+    this holds for the networks at their least mass, and over rotations for those with folded norms, the reference among
+    them: to these all distances refer.
 
     Args:
         graph: the architecture's symmetry graph (verified on first use).
@@ -91,11 +92,12 @@ def align(
             until nothing moves, which maximizes the sum of all pairs' objectives. Or a state dict.
         over: which symmetries move networks: ``"permutations"``, and beside them, by weights, any of ``"signs"`` of
             units (:func:`~tu_symmetry.alignment.signed_matching`), ``"rotations"`` of units that matrices may mix
-            (:func:`~tu_symmetry.alignment.rotation_matching`) and ``"scales"``. The latter bring each network, and a
-            given reference, to its least squared norm first, which permutations, signs and rotations leave as it is:
-            over positive scales (:func:`~tu_symmetry.canonicalize`; what a normalization undoes stays), and with
-            ``"rotations"`` over general linear maps too (:func:`~tu_symmetry.alignment.balanced`), so that the
-            orthogonal ones that are then matched are all that is left.
+            (:func:`~tu_symmetry.alignment.rotation_matching`; the norms of all networks are folded first, see
+            :func:`~tu_symmetry.fold_norms`) and ``"scales"``. The latter bring each network, and a given reference, to
+            its least squared norm first, which permutations, signs and rotations leave as it is: over positive scales
+            (:func:`~tu_symmetry.canonicalize`; what a normalization undoes stays), and with ``"rotations"`` over
+            general linear maps too (:func:`~tu_symmetry.alignment.balanced`), so that the orthogonal ones that are then
+            matched are all that is left.
         match_on: match units by ``weights``, or by ``activations`` on ``dataloader`` with ``model`` (``first``,
             ``medoid``, a given state).
         solver: how weights are matched, see :func:`~tu_symmetry.weight_matching`.

@@ -16,7 +16,7 @@ from torch import Tensor
 from tu_symmetry.alignment.matching import Matching, Solver, inner_product
 from tu_symmetry.alignment.moves import Move, move_tensors
 from tu_symmetry.alignment.networks import StateSource
-from tu_symmetry.alignment.over import Descend, Match, Over, least_mass, matchers
+from tu_symmetry.alignment.over import Descend, Match, Over, compared, matchers
 from tu_symmetry.processes import by_first, shared
 from tu_symmetry.states import State, as_given
 from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
@@ -37,7 +37,7 @@ class Target:
     Attributes:
         index: its number, if it is one of the networks.
         sweeps: of a universe, and whether the last one moved nothing.
-        scales: what brings each network to its least mass before it is matched.
+        scales: what brings each network to the form in which it is matched.
     """
 
     graph: SymmetryGraph
@@ -53,6 +53,10 @@ class Target:
         """What moves the network ``k``, which is given again as it was."""
         scales = self.scales[k]
         move = self.known.get(k) or _move(self.match(self.state, move_tensors(self.graph, scales, state)))
+        if scales.signs:
+            first = SignedPermutation(identity_permutation(self.graph), scales.signs)
+            whole = compose_signed(self.graph, SignedPermutation(move.permutation, move.signs), first)
+            move = replace(move, signs=whole.signs)
         return replace(move, log_scale=scales.log_scale, balance=scales.balance)
 
 
@@ -78,15 +82,15 @@ def find_target(
     by_weights, descend = matchers(graph, over, solver)
     match = match or by_weights
     scales = [Move()] * len(networks)
-    if "scales" in over:
+    if {"scales", "rotations"} & set(over):
         scales = shared(
             len(networks),
-            lambda k: least_mass(graph, read(graph, networks, k), over),
-            progress=lambda done: progress({"step": "finding least masses", "done": done, "total": len(networks)}),
+            lambda k: compared(graph, read(graph, networks, k), over),
+            progress=lambda done: progress({"step": "finding forms to compare", "done": done, "total": len(networks)}),
         )
         networks = networks.moved(graph, scales)
     if not isinstance(reference, str):
-        target = Target(graph, move_tensors(graph, least_mass(graph, reference, over), reference), match)
+        target = Target(graph, move_tensors(graph, compared(graph, reference, over), reference), match)
     elif reference == "first":
         target = Target(graph, networks[0], match, {0: _still(graph)}, 0)
     elif reference == "medoid":

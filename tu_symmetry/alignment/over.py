@@ -14,6 +14,8 @@ from tu_symmetry.alignment.moves import Move
 from tu_symmetry.alignment.rotations import rotation_matching
 from tu_symmetry.alignment.signed import signed_matching
 from tu_symmetry.scaling.canonical import canonicalize
+from tu_symmetry.scaling.folding import folding_element
+from tu_symmetry.symmetry.action import scale_tensors, sign_tensors
 from tu_symmetry.symmetry.elements import SignedPermutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -33,17 +35,21 @@ def check_over(over: Sequence[Over]) -> tuple[Over, ...]:
     return tuple(over)
 
 
-def least_mass(graph: SymmetryGraph, state: Mapping[str, Tensor], over: Sequence[Over]) -> Move:
-    """What brings a network to its least mass over the scales, and over the linear maps where these move it too.
+def compared(graph: SymmetryGraph, state: Mapping[str, Tensor], over: Sequence[Over]) -> Move:
+    """What brings a network to the form in which it is compared by its weights, before it is matched.
 
-    Of all forms that are unique on an orbit of scales this is the one to match by weights: permutations, signs and
-    rotations do not change a mass, so that it commutes with them, and no layer outweighs others by its scale alone.
+    Over rotations the gains of normalizations are folded, so that streams may be rotated. Over scales it has its least
+    mass, with rotations over linear maps too. Of all forms that are unique on an orbit of scales this is the one to
+    match by weights: permutations, signs and rotations do not change a mass, so that it commutes with them, and no
+    layer outweighs others by its scale alone.
     """
+    logs, signs = folding_element(graph, state) if "rotations" in over else ({}, {})
     if "scales" not in over:
-        return Move()
+        return Move(logs, signs=signs)
     if "rotations" in over and graph.linears:
-        form = balanced(graph, state, certify=False)
-        return Move(form.log_scale, form.maps)
+        form = balanced(graph, sign_tensors(graph, signs, scale_tensors(graph, logs, state)), certify=False)
+        both = {n: logs[n] + form.log_scale[n] for n in logs.keys() & form.log_scale.keys()}
+        return Move({**logs, **form.log_scale, **both}, form.maps, signs=signs)
     return Move(canonicalize(graph, state, certify=False).log_scale)
 
 

@@ -91,7 +91,8 @@ def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) ->
         "scales": {"scales": (), "normalizations": (), "scale_terms": {}},
         "rotations": {"linears": ()},
     }
-    left_out = [part for word, part in parts.items() if word not in check_over(over)]
+    used = {*check_over(over), *(("scales", "signs") if "rotations" in over else ())}  # which fold norms
+    left_out = [part for word, part in parts.items() if word not in used]
     alone = replace(graph, **{name: nothing for part in left_out for name, nothing in part.items()})
     with track(f"verifying the {' and '.join(', '.join(over).rsplit(', ', 1))} in float64", 1) as tracker:
         alone.require_verified()

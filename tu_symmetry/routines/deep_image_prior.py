@@ -287,8 +287,12 @@ class _Projection:
     """Operators ``[problems, m, d]`` as the blocks of one sparse matrix, since a line crosses few of the pixels."""
 
     def __init__(self, operator: Tensor) -> None:
-        found = operator if operator.is_sparse else operator.to_sparse()
-        (block, row, column), values = found.coalesce().indices(), found.coalesce().values()
+        if operator.is_sparse:
+            found = operator.coalesce()
+            (block, row, column), values = found.indices(), found.values()
+        else:
+            block, row, column = operator.nonzero(as_tuple=True)
+            values = operator[block, row, column]
         problems, rows, columns = operator.shape
         i, j = block * rows + row, block * columns + column
         self.matrix = sparse_rows(i, j, values, (problems * rows, problems * columns))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tu_symmetry.states import SymmetryError, as_given, unstack
 from tu_symmetry.symmetry.action import scale_tensors, sign_tensors
+from tu_symmetry.symmetry.elements import LogScale, Signs
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -47,6 +48,25 @@ def fold_norms(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, T
     return as_given(state, moved)
 
 
+def folding_element(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[LogScale, Signs]:
+    """The log-factors and signs by which :func:`fold_norms` folds the norms of one state; both may be empty.
+
+    Gains stay as they are that hold a zero, whose group has others that cannot be folded, or that general matrices meet
+    with negative entries.
+    """
+    logs: LogScale = {}
+    signs: Signs = {}
+    groups = [g for g in graph.linears if all(foldable(graph, name) for name in g.constant)]
+    for group, name in dict.fromkeys((g, name) for g in groups for name in g.constant):
+        gain = state[name].detach().to("cpu", torch.float64)
+        turned = _signs(graph, name, gain) if group.orthogonal else {}
+        if bool((gain == 0).any()) or (bool((gain < 0).any()) and not turned):
+            continue
+        logs |= {n: logs[n] + own if n in logs else own for n, own in _factors(graph, name, gain).items()}
+        signs |= {n: signs[n] * own if n in signs else own for n, own in turned.items()}
+    return logs, signs
+
+
 def foldable(graph: SymmetryGraph, gain: str) -> bool:
     """Whether each entry of a gain has a factor of its own, with which :func:`fold_norms` brings it to one."""
     return any(_own(term.index, graph.shapes[gain][-1]) for term in graph.scale_terms.get(gain, ()))
@@ -59,6 +79,12 @@ def _own(index: Tensor, size: int) -> bool:
 
 def _scaled(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state with a gain whose entries have the size one, where each has a factor of its own."""
+    factors = _factors(graph, name, gain)
+    return scale_tensors(graph, factors, state) if factors else state
+
+
+def _factors(graph: SymmetryGraph, name: str, gain: Tensor) -> LogScale:
+    """The log-factors that bring a gain's entries to the size one; none where these have no factors of their own."""
     groups = (*graph.scales, *graph.normalizations)
     sizes = [g.size for g in groups]
     for term in graph.scale_terms.get(name, ()):
@@ -66,19 +92,25 @@ def _scaled(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tens
         if _own(at, len(gain)):
             factors = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
             factors[at] = -gain.abs().log() / term.exponent
-            parts = factors.split(sizes)
-            return scale_tensors(graph, {g.name: part for g, part in zip(groups, parts, strict=True)}, state)
-    return state
+            parts = zip(groups, factors.split(sizes), strict=True)
+            return {g.name: part for g, part in parts if bool(part.any())}
+    return {}
 
 
 def _turned(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The state with a gain that has no negative entries, where each has a sign of its own."""
+    signs = _signs(graph, name, gain)
+    return sign_tensors(graph, signs, state) if signs else state
+
+
+def _signs(graph: SymmetryGraph, name: str, gain: Tensor) -> Signs:
+    """The signs that turn a gain's negative entries; none where there are none, or these have no signs of their own."""
     sizes = [g.size for g in graph.signs]
     for term in graph.sign_terms.get(name, ()):
         at = term.index.reshape(-1)
         if _own(at, len(gain)):
             signs = torch.ones(sum(sizes), dtype=torch.int64, device="cpu")
             signs[at] = gain.sign().to(torch.int64)
-            parts = signs.split(sizes)
-            return sign_tensors(graph, {g.name: part for g, part in zip(graph.signs, parts, strict=True)}, state)
-    return state
+            parts = zip(graph.signs, signs.split(sizes), strict=True)
+            return {g.name: part for g, part in parts if bool((part < 0).any())}
+    return {}
