@@ -388,8 +388,8 @@ class _Data:
         sets = dict(found for name, options in _classes(content) for found in self._sets(name, options))
         if unread := sizes.keys() - sets.keys():
             raise ConfigError(
-                f"a rehearsal plants {sorted(unread)}, which its command does not read; it reads {sorted(sets)}: give the "
-                "size beside the command that reads it"
+                f"a rehearsal plants {sorted(unread)}, which its command does not read; it reads {sorted(sets)}: give "
+                "the size beside the command that reads it"
             )
         for there, plant in sets.items():
             if not (self.root / there).exists():
