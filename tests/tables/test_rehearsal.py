@@ -120,6 +120,11 @@ def test_the_command_says_whether_all_went_well(recipe: Path, tmp_path: Path, mo
     (recipe / "table.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match="often"):
         run(recipe, tmp_path / "third", data_root=tmp_path / "data")
+    content["rehearsal"] = {"walk": {"planted": {"MNIST": {"train": 9}}}}  # walk reads no data set
+    content["commands"] = [content["commands"][1] | {"needs": []}]
+    (recipe / "table.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError, match="does not read"):
+        run(recipe, tmp_path / "fourth", data_root=tmp_path / "data")
 
 
 def test_smaller_pieces_count_more_often(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -385,10 +385,15 @@ class _Data:
 
     def provide(self, content: Mapping[str, Any], sizes: Mapping[str, Mapping[str, int]]) -> None:
         """Plant what the classes of a configuration read and is not there."""
-        for name, options in _classes(content):
-            for there, plant in self._sets(name, options):
-                if not (self.root / there).exists():
-                    plant(self.root, **sizes.get(there, {}))
+        sets = dict(found for name, options in _classes(content) for found in self._sets(name, options))
+        if unread := sizes.keys() - sets.keys():
+            raise ConfigError(
+                f"a rehearsal plants {sorted(unread)}, which its command does not read; it reads {sorted(sets)}: give "
+                "the size beside the command that reads it"
+            )
+        for there, plant in sets.items():
+            if not (self.root / there).exists():
+                plant(self.root, **sizes.get(there, {}))
 
     def published(self, content: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
         """Flags that have published networks read from a planted archive."""
