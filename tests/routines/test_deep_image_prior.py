@@ -101,6 +101,7 @@ def test_images_at_once_come_out_as_one_by_one(tmp_path):
     assert torch.allclose(one(own.back_projection[1:2]), found.images[1:2], atol=1e-6)
 
 
+@pytest.mark.cpu  # sparse tensors in coordinates are not on the fake device
 def test_a_sparse_operator_is_the_dense_one_and_is_kept_sparse(tmp_path):
     own = problem()
     sparse = replace(own, operator=own.operator.to_sparse())
