@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +28,8 @@ _KNOWN = (
 )  # the modules of what stands in the metadata
 
 
-def shards_of(index: Path) -> dict[str, Path]:
-    """The file of each tensor, from the index (``.safetensors.index.json``) of a network that is cut into several.
+def names_in(index: Path) -> dict[str, str]:
+    """The name of each tensor's file, from the index (``.safetensors.index.json``) of a network in several.
 
     An index may name files of weights in its own folder and below alone; a link that stands there is followed.
     """
@@ -40,13 +40,18 @@ def shards_of(index: Path) -> dict[str, Path]:
         raise FileError(f"{index} is no index of weights ({type(error).__name__}: {error})") from error
     if not texts or not all(isinstance(text, str) for text in texts):
         raise FileError(f"{index} is no index of weights: its weight_map is to name a file for each tensor")
-    files = sorted(set(names.values()))
-    if outside := [file for file in files if _leads_out(file)]:
+    if outside := [file for file in sorted(set(names.values())) if _leads_out(file)]:
         raise FileError(
             f"{index} names {outside[0]!r}, which is no file of weights ({', '.join(SUFFIXES)}) in its folder; put the "
             "files beside it, and write their names into it"
         )
-    if missing := [file for file in files if not os.path.isfile(index.parent / file)]:
+    return dict(names)
+
+
+def shards_of(index: Path) -> dict[str, Path]:
+    """The file of each tensor, see :func:`names_in`."""
+    names = names_in(index)
+    if missing := [file for file in sorted(set(names.values())) if not os.path.isfile(index.parent / file)]:
         raise FileError(f"{index} names files that are not there: {', '.join(missing[:4])}; copy or download them too")
     return {tensor: index.parent / file for tensor, file in names.items()}
 
@@ -58,7 +63,7 @@ def _leads_out(file: str, suffixes: Collection[str] = SUFFIXES) -> bool:
     return away or not file.isprintable() or ways[0].suffix not in suffixes
 
 
-def is_part(path: Path) -> bool:
+def is_part(path: PurePath) -> bool:
     """Whether a name is that of a file in a folder of ``torch.distributed.checkpoint``."""
     return path.name == _METADATA or path.suffix == _PART
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.files import FileError, TensorFile, read_archive
 from tu_symmetry.modules import is_source, state_of, states_of
+from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.shards import INDEX, TensorFolder, shards_of
 
 State = dict[str, Tensor]
@@ -265,8 +266,8 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "") ->
         path: a ``.safetensors`` file, or anything that ``torch.save`` wrote: a state dict, or a dict (a Lightning
             checkpoint) that holds one under ``state_dict``; or the index (``.safetensors.index.json``) of a network
             that is cut into several files; or a folder of ``torch.distributed.checkpoint``, whose sharded tensors come
-            out whole and whose optimizers are left out. Or the LightningModule that has trained it (a routine of
-            TorchUncertainty): a copy of its network's weights.
+            out whole and whose optimizers are left out; or the URL of one of these (``s3://``). Or the LightningModule
+            that has trained it (a routine of TorchUncertainty): a copy of its network's weights.
         prefix: keep the names that start with it, and strip it (``"model."`` for the routines of TorchUncertainty).
 
     Raises:
@@ -281,7 +282,7 @@ def load_state(path: str | os.PathLike[str] | nn.Module, *, prefix: str = "") ->
     else:
         where = str(path)
         with _named():
-            opened = _open(Path(path))
+            opened = _open(path)
     found = _renamed(opened, prefix)
     if not found:
         raise SampleFileError(f"no name in {where} starts with {prefix!r}; it holds {sorted(map(str, opened))[:6]} ...")
@@ -294,7 +295,7 @@ def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str
     A prefix is taken off where there is any name with it.
     """
     with _named():
-        opened = _open(Path(path))
+        opened = _open(path)
     return _renamed(opened, prefix) or _renamed(opened, "")
 
 
@@ -326,8 +327,12 @@ def _renamed(state: Mapping[str, Tensor], prefix: str) -> _View:
     return _View({str(n)[len(prefix) :]: (state, n) for n in state if str(n).startswith(prefix)}, given)
 
 
-def _open(path: Path) -> Mapping[str, Tensor]:
+def _open(source: str | os.PathLike[str]) -> Mapping[str, Tensor]:
     """The tensors of a file, a folder or an index; those of ``torch.save`` are read now, others when asked for."""
+    found = local_copies(str(source)) if is_remote(source) else [Path(source)]
+    if len(found) != 1:
+        raise FileError(f"{source} stands for {len(found)} networks; name one")
+    path = found[0]
     if path.suffix == _SUFFIX:
         return TensorFile(path)
     if path.is_dir():

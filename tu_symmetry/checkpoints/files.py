@@ -30,6 +30,7 @@ from tu_symmetry.files import (
     write_safetensors,
 )
 from tu_symmetry.processes import by_first, gathered, shared
+from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.shards import files_of, is_part
 from tu_symmetry.states import State, SymmetryError
@@ -68,7 +69,11 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """
     found: dict[str, Path] = {}
     for pattern in map(str, patterns):
-        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
+        matches: Sequence[Any] = [pattern]
+        if is_remote(pattern):
+            matches = local_copies(pattern)
+        elif not Path(pattern).exists():
+            matches = sorted(glob.glob(pattern, recursive=True))
         files = [path for path in map(_whole, matches) if path.is_file() or (path.is_dir() and files_of(path))]
         if not files:
             raise FileError(f"{pattern} is no file, and no folder of torch.distributed.checkpoint")
@@ -77,7 +82,7 @@ def find_checkpoints(patterns: Sequence[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def _whole(match: str) -> Path:
+def _whole(match: str | Path) -> Path:
     """What a file that was found belongs to; Lightning puts one of its own beside those of torch."""
     path = Path(match)
     inside = path.is_file() and (is_part(path) or (path.name == "meta.pt" and files_of(path.parent)))

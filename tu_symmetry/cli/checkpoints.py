@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tu_symmetry.cli.ends import Handler, named, whole_number
+from tu_symmetry.cli.ends import Handler, here, named, whole_number
 
 if TYPE_CHECKING:
     from tu_symmetry.alignment.merging import Weights
@@ -42,7 +42,7 @@ def _add_files(parser: argparse.ArgumentParser, **out: Any) -> None:
         "checkpoints",
         nargs="+",
         help="Lightning checkpoints, torch state dicts, safetensors files or indices of several, folders of "
-        "torch.distributed.checkpoint, and globs of them",
+        "torch.distributed.checkpoint, URLs of them (s3://, hf://) and globs",
     )
     _add_architecture(parser)
     parser.add_argument("--out", required=True, **out)
@@ -108,7 +108,7 @@ def align(parser: argparse.ArgumentParser) -> Handler:
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --init num_classes=10 --reference universe --out aligned"
     )
-    _add_files(parser, type=named("a folder"), metavar="DIR", help="folder of the aligned files and the report")
+    _add_files(parser, type=here("a folder"), metavar="DIR", help="folder of the aligned files and the report")
 
     def run(arguments: argparse.Namespace) -> int | None:
         from rich.console import Console
@@ -149,7 +149,7 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
         "--input 1,3,32,32 --data my_data.Images --correction batchnorm --out merged.safetensors"
     )
-    _add_files(parser, type=named("a file"), metavar="FILE.safetensors", help="the merged network")
+    _add_files(parser, type=here("a file"), metavar="FILE.safetensors", help="the merged network")
     parser.add_argument(
         "--weights",
         nargs="+",

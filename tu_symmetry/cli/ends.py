@@ -53,6 +53,17 @@ def named(what: str) -> Callable[[str], str]:
     return text
 
 
+def here(what: str) -> Callable[[str], str]:
+    """A type of argument that is a place on this machine."""
+
+    def text(value: str) -> str:
+        if "://" in value:
+            raise argparse.ArgumentTypeError(f"results are written to this machine alone; name {what} on it")
+        return named(what)(value)
+
+    return text
+
+
 def duration(text: str) -> timedelta:
     """A type of argument: days, hours, minutes and seconds, ``00:00:10:00``, as Lightning's ``max_time``."""
     try:
