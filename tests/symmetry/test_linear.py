@@ -309,6 +309,9 @@ def test_what_commutes_with_rotary_positions_is_a_complex_number_for_each_pair(w
     tus.verify_symmetries(graph, model, x, on_failure="raise")
     rotary = [g for g in graph.linears if g.subgroup == "complex"]
     assert sum(math.prod(g.blocks) for g in rotary) == (4 if way in ("halves", "neighbors", "numbers") else 0)
+    without = graph.without(*(g.name for g in rotary))
+    tus.verify_symmetries(without, model, x, on_failure="raise")  # what was left out does not come back
+    assert not [g for g in without.linears if g.subgroup == "complex"]
     for group in rotary:
         with pytest.raises(tus.SymmetryError, match="rotary positions"):
             apply_linear(

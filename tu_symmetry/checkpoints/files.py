@@ -94,7 +94,7 @@ def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) ->
     parts: dict[str, dict[str, Any]] = {
         "signs": {"signs": (), "sign_terms": {}},
         "scales": {"scales": (), "normalizations": (), "scale_terms": {}},
-        "rotations": {"linears": ()},
+        "rotations": {"linears": (), "guesses": ()},
     }
     used = {*check_over(over), *(("scales", "signs") if "rotations" in over else ())}  # which fold norms
     left_out = [part for word, part in parts.items() if word not in used]

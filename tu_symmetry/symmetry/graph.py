@@ -152,6 +152,7 @@ class SymmetryGraph(Brief):
             signs=tuple(g for g in self.signs if g not in reasons),
             sign_terms=_terms_without(self.sign_terms, self.signs, reasons),
             linears=tuple(g for g in self.linears if g not in reasons),
+            guesses=tuple(g for g in self.guesses if g not in reasons),
             pinned=(*self.pinned, *dict.fromkeys(pins)),
             by_hand=self.by_hand - gone.keys(),
         )

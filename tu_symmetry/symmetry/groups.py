@@ -152,7 +152,7 @@ class LinearGroup:
             vector of ones where it is, or turn its sign, since LayerNorm subtracts a mean. ``"complex"``: one complex
             number for each pair of units that rotary positions rotate.
         constant: gains that the units meet on their way, of which all entries have to be equal: the group acts on
-            weights whose norms are folded (:func:`~tu_symmetry.scaling.fold_norms`).
+            weights whose norms are folded (:func:`~tu_symmetry.fold_norms`).
     """
 
     kind: ClassVar[str] = "linear"
