@@ -19,6 +19,8 @@ from zoo import Net
 
 import tu_symmetry as tus
 from tu_symmetry.symmetry.operators import RULES
+from tu_symmetry.symmetry.sizes import Following
+from tu_symmetry.symmetry.tracing import Trace, trace
 
 relu = torch.relu
 
@@ -374,3 +376,54 @@ def test_a_packed_sequence_is_an_input(layer: type[nn.RNNBase], sort: bool) -> N
     with pytest.raises(tus.SymmetryError, match="record"):
         tus.discover_symmetries(model, (x,))
     assert sizes(verified(model, (x,), branches="record")) == {"r": 6}
+
+
+class Sized(nn.Module):
+    """Words of a length; what is done with the length, if anything, is a case."""
+
+    def __init__(self, with_length: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.with_length = with_length
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        scores = h @ h.transpose(1, 2)
+        return self.b(self.with_length((scores.tril() @ h).relu()))
+
+
+def below(h: Tensor) -> Tensor:  # how many units of a constant differ, the length tells
+    return h + (torch.arange(h.shape[1])[:, None] > torch.arange(8))
+
+
+PROGRAMS = {
+    "other lengths": (Sized(), 6, 9, True),
+    "the length of a parameter": (Sized(), 6, 8, False),
+    "two lengths that become one": (Sized(), 6, 2, False),  # as many as there are sequences
+    "length 1": (Sized(), 6, 1, False),
+    "another way": (Sized(lambda h: h.relu() if h.shape[1] > 7 else h.tanh()), 6, 9, False),
+    "another way, as long": (Sized(lambda h: h * (2 if h.shape[1] > 7 else 3)), 6, 9, False),
+    "a constant that tells units apart by the length": (Sized(below), 6, 7, False),
+    "a constant that tells none apart": (Sized(lambda h: h + torch.arange(h.shape[1])[:, None]), 6, 7, True),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_alike_up_to_the_names_of_sizes(name: str) -> None:
+    network, one, two, same = PROGRAMS[name]
+    first, second = (trace(network, (torch.randn(2, n, 3),), {}) for n in (one, two))
+    assert second.says_no_more_than(first) == first.says_no_more_than(second) == same
+    assert first.says_no_more_than(first)
+    pinned = replace(second, following=Following(frozenset({"relu"})))
+    assert not pinned.says_no_more_than(first)
+
+
+@pytest.mark.parametrize("length", [1, 2, 6])
+def test_programs_that_others_stand_for_say_nothing_more(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Sized(lambda h: h.reshape(h.shape[0], -1, 8).relu())
+    says, left = Trace.says_no_more_than, list[bool]()
+    monkeypatch.setattr(Trace, "says_no_more_than", lambda one, other: left.append(says(one, other)) or left[-1])
+    graph = tus.discover_symmetries(network, torch.randn(5, length, 3))
+    assert any(left) and sizes(graph)
+    monkeypatch.setattr(Trace, "says_no_more_than", lambda one, other: False)
+    assert str(tus.discover_symmetries(network, torch.randn(5, length, 3))) == str(graph)

@@ -100,6 +100,10 @@ def discover_symmetries(
             found += more
         followed = (*several, *(replace(t, example=len(traces) + k) for k, t in enumerate(found)))
     tried = {t.flags.partition("=")[0] for t in followed} | {n for n, value in never.items() if type(value) is int}
+    programs: list[Trace] = []  # without those that others stand for
+    for one in followed:
+        if not any(one.says_no_more_than(other) for other in programs):
+            programs.append(one)
     idle = [
         Pin(n, k, s, "not used in the forward pass")
         for n in _unused(traces, floating, live=True)
@@ -123,7 +127,7 @@ def discover_symmetries(
     }
 
     def walk(nestings: Nestings, kind: Literal["scales", "signs", "linear"] = "scales") -> Ledger:
-        ledger = interpret(followed, nestings, kind)
+        ledger = interpret(programs, nestings, kind)
         for name in unreached:
             pin_what_could_meet(ledger, name, shapes[name])
         return ledger

@@ -8,11 +8,9 @@ matrices remain.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import reduce
-from operator import and_
 from typing import Any
 
 import numpy as np
@@ -63,15 +61,21 @@ def rotary_groups(graph: SymmetryGraph) -> tuple[LinearGroup, ...]:
     found: list[LinearGroup] = []
     start = 0
     for group in graph.scales:
-        numbers = np.arange(start, start + group.size)
-        start += group.size
         held: list[tuple[ScaleMember, list[list[int]]]] = []
         for member in group.members:
-            terms = [t.index for t in graph.scale_terms[member.parameter] if t.exponent == member.exponent]
             if member.axis is None or member.buffer or abs(member.exponent) != 1:
                 break
+            terms = [t.index for t in graph.scale_terms[member.parameter] if t.exponent == member.exponent]
             own = [t.reshape(-1).numpy() for t in terms if t.numel() == t.shape[member.axis]]
-            held.append((member, [sorted(int(k) for t in own for k in np.flatnonzero(t == n)) for n in numbers]))
+            number = np.concatenate([np.empty(0, np.int64), *own]) - start
+            entry = np.concatenate([np.empty(0, np.int64), *(np.arange(len(t)) for t in own)])
+            entry, number = (part[(number >= 0) & (number < group.size)] for part in (entry, number))
+            copies = np.bincount(number, minlength=group.size)
+            if (copies % 2).any() and not (copies[copies % 2 == 0]).any():
+                break  # no unit has pairs
+            ends = np.cumsum(copies).tolist()
+            ordered = entry[np.lexsort((entry, number))].tolist()
+            held.append((member, [ordered[end - n : end] for end, n in zip(ends, copies.tolist(), strict=True)]))
         else:
             pairs = [u for u in range(group.size) if all(at[u] and len(at[u]) % 2 == 0 for _, at in held)]
             members = tuple(
@@ -87,6 +91,7 @@ def rotary_groups(graph: SymmetryGraph) -> tuple[LinearGroup, ...]:
             if members and len(members) == len(held) and len({m.exponent for m in members}) == 2:
                 name = unique(group.name, [g.name for g in (*graph.linears, *found)])
                 found.append(LinearGroup(name, 2, members, (len(pairs),), "complex"))
+        start += group.size
     return tuple(found)
 
 
@@ -96,21 +101,28 @@ def _oriented(ledger: Ledger, system: ScaleSystem, group: PermutationGroup) -> l
     factors = set()
     for member in group.members:
         value = ledger.parameters[member.parameter]
-        held = [Counter[tuple[float, int]]() for _ in range(member.index[..., 0].numel() * member.index.shape[-1])]
+        exponents = np.zeros(0)
+        numbers = np.empty((0, member.index[..., 0].numel() * member.index.shape[-1]), np.int64)
         for exponent, variables in system.expand(value.scale, value.ndim):
-            numbers = numbers_at(torch.from_numpy(np.where(variables == ZERO, -1, variables)), member)
-            for k, number in enumerate([] if numbers is None else numbers.T.flatten().tolist()):
-                held[k][exponent, number] += number >= 0
+            told = numbers_at(torch.from_numpy(np.where(variables == ZERO, -1, variables)), member)
+            if told is not None:
+                numbers = np.concatenate([numbers, told.T.reshape(1, -1).numpy()])
+                exponents = np.append(exponents, exponent)
         columns: dict[float, list[int]] = defaultdict(list)
-        size = len(held) // member.index.shape[-1]
-        for k in range(member.index.shape[-1]):
-            own = held[k * size : (k + 1) * size]
-            common = reduce(and_, own)  # a factor that all units share says nothing of them
-            left = [[*(units - common).elements()] for units in own]
-            if any(len(one) != 1 for one in left) or len({exponent for ((exponent, _),) in left}) > 1:
+        for k, left in enumerate(np.split(numbers, member.index.shape[-1], axis=1)):
+            left, units = left.copy(), np.arange(left.shape[1])
+            for exponent, number in {*zip(exponents.tolist(), left[:, 0].tolist(), strict=True)}:
+                same = (left == number) & (exponents == exponent)[:, None] & (left >= 0)
+                for _ in range(same.sum(axis=0).min()):  # a factor that all units share says nothing of them
+                    first = same.argmax(axis=0)
+                    left[first, units], same[first, units] = -1, False
+            if not ((left >= 0).sum(axis=0) == 1).all():
                 return []
-            factors.add(tuple(number for ((_, number),) in left))
-            columns[left[0][0][0]].append(k)
+            first = (left >= 0).argmax(axis=0)
+            if len({*exponents[first].tolist()}) > 1:
+                return []
+            factors.add(tuple(left[first, units].tolist()))
+            columns[float(exponents[first[0]])].append(k)
         for exponent, copies in columns.items():
             place = member.parameter, member.axis, member.index[..., copies], member.within_axis, member.within
             found.append(LinearMember(*place, exponent=exponent))

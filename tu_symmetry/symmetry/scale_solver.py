@@ -7,6 +7,7 @@ longer sum (a gate times a value) by eliminating a variable. What cannot be sett
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,7 @@ from tu_symmetry.symmetry.ledger import Ledger
 Floats = NDArray[np.float64]
 Terms = list[tuple[float, Array]]
 Expression = list[tuple[float, int]]  # coefficients and variables
+_FEW = 4096  # positions that are computed sooner than it is found which of them are alike
 
 
 class ScaleSystem:
@@ -85,7 +87,9 @@ class ScaleSystem:
                 by_axes[more] += by_axes.pop(few)
         reduced = []
         for terms in by_axes.values():
-            signed = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*_distinct([a for _, a in terms]))])
+            laid = [a for _, a in terms]
+            many = math.prod(np.broadcast_shapes(*(a.shape for a in laid))) > _FEW
+            signed = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*(_distinct(laid) if many else laid))])
             roots, signs = signed // 4, (signed % 4 - 1).astype(np.float64)
             weights: Floats = np.array([[c] for c, _ in terms]) * signs
             for i in range(len(terms)):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from tu_symmetry.symmetry.nodes import arguments_of
 from tu_symmetry.symmetry.running.probe import Example
@@ -53,6 +53,49 @@ def following(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any])
         elif moved.intersection(a.all_input_nodes) or _literals(a) != _literals(b):
             cuts += [(a.name, axis) for axis in _cut(a, b)]
     return Following(frozenset(constants), tuple(cuts))
+
+
+def alike(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any]) -> bool:
+    """Whether two passes are one program, but for sizes that have other names: rules say the same of both.
+
+    Each size has one name in the other pass, 1 and those of parameters their own, and no two the same. Constants (given
+    with the nodes as in :func:`following`) tell apart the same entries along all axes that are equally long.
+    """
+    if len(first) != len(second) or any(isinstance(held, torch.fx.GraphModule) for held in first.values()):
+        return False
+    names = {1: 1}
+    places: tuple[dict[torch.fx.Node, str], ...] = ({}, {})
+    for k, ((a, one), (b, two)) in enumerate(zip(first.items(), second.items(), strict=True)):
+        if a.op != b.op or (a.op != "placeholder" and a.target != b.target) or not _told_alike(one, two):
+            return False
+        sizes: list[list[int]] = []
+        given: list[list[Any]] = []
+        for node, place in zip((a, b), places, strict=True):
+            tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+            sizes.append([n for t in tensors for n in t.shape])
+            arguments = torch.fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
+            given.append([*tree_leaves(arguments), *((t.ndim, t.dtype) for t in tensors)])
+            place[node] = f"node {k}"
+        if any(len(x) != len(y) for x, y in (sizes, given)):
+            return False
+        renamed = [*zip(*sizes, strict=True), *(pair for pair in zip(*given, strict=True) if pair[0] != pair[1])]
+        if any(type(n) is not int or names.setdefault(n, m) != m for n, m in renamed):
+            return False
+    return len({*names.values()}) == len(names)
+
+
+def _told_alike(one: Any, two: Any) -> bool:
+    """Whether two constants, if they are any, tell apart the same entries along axes that are equally long in both."""
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        return type(one) is type(two)
+    if one.layout != torch.strided or one.shape == two.shape:
+        return one.layout == two.layout and one.shape == two.shape and torch.equal(one, two)
+    kept = [k for k, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n == m > 1]
+    told = [
+        [bool((t == t.flatten()[:1]).all()), *(t.unique(dim=k, return_inverse=True)[1].tolist() for k in kept)]
+        for t in (one, two)
+    ]
+    return one.ndim == two.ndim and told[0] == told[1]
 
 
 def _literals(node: torch.fx.Node) -> Any:

@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tu_symmetry.symmetry.copies import copied, to_trace
 from tu_symmetry.symmetry.nodes import enters_as_data, finds_positions, live_nodes, makes_tensors
 from tu_symmetry.symmetry.running.probe import Example, tensors_of
 from tu_symmetry.symmetry.running.weights import is_continuous
-from tu_symmetry.symmetry.sizes import NOTHING, Following, following, held_constants, resized
+from tu_symmetry.symmetry.sizes import NOTHING, Following, alike, following, held_constants, resized
 
 INPUT = "input of the network"
 
@@ -53,6 +54,20 @@ class Trace:
     example: int = 0  # number of the example inputs among several
     following: Following = NOTHING  # what of the pass follows the sizes of its inputs
     flags: str = ""  # the flags that it turns against their defaults, as they are typed
+
+    @cached_property
+    def held(self) -> dict[torch.fx.Node, Any]:
+        """The nodes, with the tensors that those hold which depend on constants only."""
+        return held_constants(self.module, self.inputs)
+
+    def says_no_more_than(self, other: Trace) -> bool:
+        """Whether another pass is the same program, at sizes from which all that holds of this one follows."""
+        if len(self.inputs) != len(other.inputs) or self.following not in (NOTHING, other.following):
+            return False
+        entered = zip(self.inputs, other.inputs, strict=True)
+        return all(type(a) is type(b) and (not isinstance(a, Parameter) or a == b) for a, b in entered) and (
+            alike(self.held, other.held)
+        )
 
     @property
     def positions(self) -> bool:
@@ -131,7 +146,6 @@ def with_other_sizes(
 ) -> tuple[Trace, ...]:
     """A pass, with what of it follows the sizes of its inputs, and passes of other ``sizes`` and ``flags``."""
     model = _with_known_outputs(model).train(training)
-    held = held_constants(first.module, first.inputs)
     found: list[Trace] = []
     turned = [((example[0], example[1] | {name: not value}),) for name, value in flags.items()]
     with _quiet():
@@ -144,7 +158,7 @@ def with_other_sizes(
                 if not _has_open_shapes(program):
                     turns = ", ".join(f"{name}={kwargs[name]}" for name in flags if name in kwargs)
                     found.append(replace(_exported(model, program), flags=turns))
-                    seen = following(held, held_constants(found[-1].module, found[-1].inputs))
+                    seen = following(first.held, found[-1].held)
                     first = replace(first, following=first.following | seen)
                 break
     return (first, *found)
