@@ -91,10 +91,11 @@ def _told_alike(one: Any, two: Any) -> bool:
     if one.layout != torch.strided or one.shape == two.shape:
         return one.layout == two.layout and one.shape == two.shape and torch.equal(one, two)
     kept = [k for k, (n, m) in enumerate(zip(one.shape, two.shape, strict=False)) if n == m > 1]
-    told = [
-        [bool((t == t.flatten()[:1]).all()), *(t.unique(dim=k, return_inverse=True)[1].tolist() for k in kept)]
-        for t in (one, two)
-    ]
+    told = []
+    for held in (one, two):
+        plain = (torch.view_as_real(held) if held.is_complex() else held).double()
+        alike_along = [plain.unique(dim=k, return_inverse=True)[1].tolist() for k in kept]
+        told.append([bool((held == held.flatten()[:1]).all()), *alike_along])
     return one.ndim == two.ndim and told[0] == told[1]
 
 
