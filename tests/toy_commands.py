@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tu_symmetry.files import digest_folder
 from tu_symmetry.tables.outcome import Outcome
 
 CALLS: list[str] = []
@@ -59,6 +62,30 @@ def double(out: Path, line: Path, factor: float = 2.0) -> Outcome:
     CALLS.append("double")
     value = factor * float((line / "weight.txt").read_text())
     return Outcome({"value": value}, f"value {value:.3f}")
+
+
+def fragile(out: Path, first: Path) -> Outcome:
+    """Kill the process that comes here first, in a run of several.
+
+    Args:
+        out: folder of the results.
+        first: a file that says that one was here.
+    """
+    if not first.exists():
+        first.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Outcome({"alive": True}, "alive")
+
+
+def digests(out: Path, root: Path) -> Outcome:
+    """The digests of what other commands have stored.
+
+    Args:
+        out: folder of the results.
+        root: folder of the run.
+    """
+    names = sorted(path.name for path in root.iterdir() if (path / "samples").is_dir())
+    return Outcome({name: digest_folder(root / name / "samples") for name in names}, f"{len(names)} stores")
 
 
 def not_a_command(out: str) -> str:
