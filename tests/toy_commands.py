@@ -11,8 +11,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tu_symmetry.files import digest_folder
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.tables.outcome import Outcome, digest_tensors
 
 CALLS: list[str] = []
 
@@ -84,8 +84,9 @@ def digests(out: Path, root: Path) -> Outcome:
         out: folder of the results.
         root: folder of the run.
     """
-    names = sorted(path.name for path in root.iterdir() if (path / "samples").is_dir())
-    return Outcome({name: digest_folder(root / name / "samples") for name in names}, f"{len(names)} stores")
+    stores = [SampleStore.open(path / "samples") for path in root.iterdir() if (path / "samples").is_dir()]
+    found = {store.folder.parent.name: digest_tensors(*store.load().values()) for store in stores}
+    return Outcome(dict(sorted(found.items())), f"{len(found)} stores")
 
 
 def not_a_command(out: str) -> str:

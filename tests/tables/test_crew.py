@@ -15,8 +15,10 @@ from recipe_runs import run_table
 from toy_networks import tree
 
 from tu_symmetry.configs import ConfigError
+from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.commands import load_table
 from tu_symmetry.tables.crew import Crew
+from tu_symmetry.tables.outcome import digest_tensors, plain
 
 TABLE = """
 title: Crew
@@ -36,6 +38,7 @@ trainer:
   default_root_dir: $root/$name
   enable_model_summary: false
   log_every_n_steps: 1
+  enable_progress_bar: false
   logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: $root/$name, name: log}}
   callbacks:
     - {class_path: tu_symmetry.callbacks.LastCheckpoint, init_args: {every_seconds: 0}}
@@ -92,13 +95,16 @@ def typed(recipe: Path, *words: str, count: int = 2) -> subprocess.CompletedProc
 
 
 def compared(root: Path) -> dict[str, Any]:
-    """All files of a run but those that say when and where it ran; of checkpoints what they hold."""
+    """All files of a run but those that say when and where it ran; of checkpoints and stores what they hold."""
     found: dict[str, Any] = {}
+    for store in (SampleStore.open(path.parent) for path in root.rglob("store.json")):
+        places = [(record.chain, record.step) for record in store.records]
+        found[str(store.folder.relative_to(root))] = places, digest_tensors(*store.load().values())
     for name, content in tree(root).items():
         if name.endswith(".ckpt"):
             kept = torch.load(root / name, weights_only=True)
-            found[name] = {key: repr(kept[key]) for key in kept if key != "callbacks"}
-        elif not name.startswith((".table", "results.json")) and name != ".lock":
+            found[name] = plain({key: kept[key] for key in kept if key != "callbacks"})
+        elif not name.startswith((".table", "results.json", ".lock")) and "/samples/" not in name:
             found[name] = str(content).replace(str(root), "ROOT")
     return found
 
@@ -117,7 +123,7 @@ def test_two_processes_write_the_files_of_one(recipe: Path, capfd: pytest.Captur
     assert {path: path.stat().st_mtime_ns for path in made} == made
     run_table(recipe, one, data_root=recipe.parent)
     mine, theirs = compared(one), compared(two)
-    assert mine.keys() == theirs.keys() and len(mine) > 30
+    assert mine.keys() == theirs.keys() and len(mine) == 18
     assert [name for name in mine if mine[name] != theirs[name]] == []
     results = [json.loads((root / "results.json").read_text())["commands"] for root in (one, two)]
     assert [r["results"] for r in results[0].values()] == [r["results"] for r in results[1].values()]

@@ -128,7 +128,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         Lightning loads a checkpoint after this.
         """
         self._put_initial_states(stage)
-        strategy = self.trainer.strategy
+        strategy = getattr(self._trainer, "strategy", None)
         if not isinstance(strategy, MembersStrategy) or strategy.world_size == 1:
             return
         self._sizes = share_sizes(self.num_members, self.chunk_size or 1, strategy.world_size)
