@@ -200,20 +200,24 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
                 optimizer["state"][k] = kept | {name: made(t) for name, t in stacked.items()}
 
     def on_train_start(self) -> None:
-        """Count the training points."""
+        """Count the training points; the loader makes batches of this process's members alone."""
         self._points = training_points(self.trainer)
+        loader: Any = self.trainer.train_dataloader
+        if self._sizes and len(getattr(loader, "orders", ())) == self.num_members:
+            loader.orders = loader.orders[self._own]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The sum of the members' losses, which gives every member its own gradient."""
         x, y = batch
         own = self.data_order == "own"
-        if own and (len(x) != self.num_members or len(y) != self.num_members or y.ndim < 2):
+        count = len(next(self.members.parameters()))
+        if own and len(x) == len(y) == self.num_members:  # of another's loader
+            x, y = x[self._own], y[self._own]
+        if own and (len(x) != count or len(y) != count or y.ndim < 2):
             raise ValueError(
                 f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)}: give the "
                 f"data module orders: {self.num_members} (those of tu_symmetry have it), or take data_order: shared"
             )
-        if own:
-            x, y = x[self._own], y[self._own]
 
         def one(parameters: States, buffers: States, inputs: Tensor, targets: Tensor) -> tuple[Tensor, States]:
             buffers = {name: t.clone() for name, t in buffers.items()}  # BatchNorm writes into them
