@@ -14,6 +14,7 @@ import torch
 from recipe_runs import run_table
 from toy_networks import tree
 
+from tu_symmetry.cli import main
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.tables.commands import load_table
@@ -136,15 +137,27 @@ def test_an_error_in_one_process_ends_all_with_one_line(recipe: Path) -> None:
     said = [line for line in failed.stderr.splitlines() if line.startswith("tu-symmetry")]
     assert failed.returncode != 0 and len(said) == 1, failed.stderr
     assert "step_size" in said[0] and "chain_1" in said[0]
+    failed = typed(recipe, "--out", str(recipe.parent / "few"), "--set", "reference.routine.chunk_size=5")
+    said = [line for line in failed.stderr.splitlines() if line.startswith("tu-symmetry")]
+    assert len(said) == 1 and "fewer than 2 processes" in said[0] and "(reference, in process" in said[0]
 
 
 def test_one_process_is_a_crew_of_one() -> None:
     crew = Crew()
-    with crew.at_work(), crew.alone():
+    with crew.at_work(), crew.alone("command"):
         crew.all_here("start")
         assert (crew.number, crew.count) == (0, 1) and crew.first("taken", "0") == "0" and not crew.said("taken")
     with pytest.raises(ZeroDivisionError), crew.at_work():
         raise ZeroDivisionError
+
+
+def test_fits_that_all_processes_would_repeat_are_refused(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    files = [f"--config={recipe / name}.yaml" for name in ("fits", "chain")]
+    assert main(["fit", *files, f"--root={recipe.parent / 'typed'}"]) == 2
+    assert "2 processes would all do the same: HMCRoutine is one process's" in capsys.readouterr().err
 
 
 def test_only_trainings_are_run_together(recipe: Path) -> None:

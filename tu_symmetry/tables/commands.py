@@ -257,7 +257,8 @@ class _Run:
             if crew.meeting(name) == name:
                 with crew.met():
                     self._meet(command, place)
-            return False
+            if name not in self.marks:  # it is read when the first process says that it is done
+                return False
         elif crew.first(f"{name} is taken", str(crew.number)) != str(crew.number):
             return False
         else:
@@ -272,12 +273,7 @@ class _Run:
         if self._take(command):
             self.display.done(command.name, said)
         else:
-            try:
-                said = self._run(command, place, together)
-            except Exception as error:
-                if self.crew.count > 1:
-                    vars(error)["__notes__"] = [f"{command.name}, in process {self.crew.number}"]
-                raise
+            said = self._run(command, place, together)
         self.crew.say(f"{command.name} is done", said)
 
     def _meet(self, command: CommandConfig, place: str) -> None:
@@ -289,7 +285,7 @@ class _Run:
             if self.crew.said(f"{command.name} is done"):
                 return
             self.crew.pause()
-        with self.crew.in_group():
+        with self.crew.in_group(command.name):
             found = _execute(json.loads(words), self.deadline)
         if found is None:
             self._require_time(command.name)
@@ -357,7 +353,7 @@ class _Run:
         started = time.perf_counter()
         if together:
             self.crew.say(f"{name} is run", json.dumps(words))
-        with self.crew.in_group() if together else self.crew.alone():
+        with self.crew.in_group(name) if together else self.crew.alone(name):
             found = _execute(words, self.deadline)
         seconds = round(spent + time.perf_counter() - started, 2)
         if found is None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -18,6 +19,10 @@ from tu_symmetry.processes import ElsewhereError
 
 _PATIENCE = timedelta(days=7)  # with others, who train
 _POLL = 0.2  # seconds
+
+
+class LostError(RuntimeError):
+    """A process ended without a word."""
 
 
 class Crew:
@@ -74,38 +79,46 @@ class Crew:
         self._met += 1
 
     @contextmanager
-    def in_group(self) -> Iterator[None]:
-        """A process group of all."""
+    def in_group(self, command: str) -> Iterator[None]:
+        """A process group of all, for a command."""
         store = torch.distributed.PrefixStore(f"group {self._met}", self._store)
-        sizes = {"rank": self.number, "world_size": self.count}
-        torch.distributed.init_process_group("gloo", store=store, timeout=_PATIENCE, **sizes)
+        torch.distributed.init_process_group(
+            "gloo", store=store, timeout=_PATIENCE, rank=self.number, world_size=self.count
+        )
         try:
-            with self.at_work():  # it is said what failed before others miss it
-                yield
+            with self.at_work(command):  # it is said what failed before others miss it
+                try:
+                    yield
+                except RuntimeError as error:
+                    if "gloo" not in str(error):
+                        raise
+                    raise LostError("another process was lost; the same command resumes") from error
                 self.all_here(f"group {self._met} ends")
         finally:
             torch.distributed.destroy_process_group()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other process, for Lightning and what else asks the environment."""
+    def alone(self, command: str) -> Iterator[None]:
+        """No other process, for Lightning and what else asks the environment while a command runs."""
         if self.count == 1:
             yield
             return
-        from lightning.pytorch.utilities.rank_zero import rank_zero_only
+        from lightning.pytorch.utilities import rank_zero
 
+        only: Any = rank_zero.rank_zero_only
         names = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
         kept = {name: value for name, value in os.environ.items() if name.startswith(names)}
         for name in kept:
             del os.environ[name]
-        rank_zero_only.rank = 0
+        only.rank = 0
         try:
-            yield
+            with self.at_work(command):
+                yield
         finally:
             os.environ.update(kept)
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self, command: str = "") -> Iterator[None]:
         """A block that ends in all processes when it fails in one; ``torchrun`` ends those that are busy.
 
         Raises:
@@ -118,5 +131,7 @@ class Crew:
             stopped = isinstance(error, KeyboardInterrupt)  # from outside, or by torchrun after another has failed
             failed = self.said("failed") or own if stopped else self.first("failed", own)
             if failed == own:
+                if self.count > 1 and not stopped:
+                    vars(error).setdefault("__notes__", [f"{command or 'table'}, in process {own}"])
                 raise
             raise ElsewhereError("another process failed") from error
