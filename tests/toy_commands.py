@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -9,7 +11,8 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.tables.outcome import Outcome, digest_tensors
 
 CALLS: list[str] = []
 
@@ -59,6 +62,31 @@ def double(out: Path, line: Path, factor: float = 2.0) -> Outcome:
     CALLS.append("double")
     value = factor * float((line / "weight.txt").read_text())
     return Outcome({"value": value}, f"value {value:.3f}")
+
+
+def fragile(out: Path, first: Path) -> Outcome:
+    """Kill the process that comes here first, in a run of several.
+
+    Args:
+        out: folder of the results.
+        first: a file that says that one was here.
+    """
+    if not first.exists():
+        first.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Outcome({"alive": True}, "alive")
+
+
+def digests(out: Path, root: Path) -> Outcome:
+    """The digests of what other commands have stored.
+
+    Args:
+        out: folder of the results.
+        root: folder of the run.
+    """
+    stores = [SampleStore.open(path / "samples") for path in root.iterdir() if (path / "samples").is_dir()]
+    found = {store.folder.parent.name: digest_tensors(*store.load().values()) for store in stores}
+    return Outcome(dict(sorted(found.items())), f"{len(found)} stores")
 
 
 def not_a_command(out: str) -> str:

@@ -198,6 +198,7 @@ NO_CALL = {
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own
     "LaplaceMixture",  # with LinearizedLaplace
+    "MembersStrategy",  # of a trainer of several processes
     "Call", "Likelihood", "elementwise",  # what a user's own class or rule is made of
 }  # fmt: skip
 

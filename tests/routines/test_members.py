@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,18 @@ import pytest
 import torch
 import trainings
 from lightning.pytorch.callbacks import ModelCheckpoint
+from processes import side_by_side
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tu_symmetry.callbacks import LastCheckpoint, PosteriorSnapshots
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines import MembersRoutine
+from tu_symmetry.routines import MembersRoutine, MembersStrategy
+from tu_symmetry.routines.shares import share_sizes
 from tu_symmetry.states import SampleFileError
+from tu_symmetry.tables.outcome import plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -198,3 +204,70 @@ def test_says_what_is_wrong(tmp_path: Path) -> None:
         epochs(tmp_path).fit(MembersRoutine(Plain(), 3, optimizer=torch.optim.LBFGS), datamodule=data(3))
     with pytest.raises(ValueError, match="num_members must be positive"):
         MembersRoutine(Plain(), 0)
+
+
+def five(folder: Path) -> MembersRoutine:
+    return MembersRoutine(Net().double(), 5, optimizer=adam, samples=folder / "samples", chunk_size=2)
+
+
+def cut(folder: Path, **options: Any) -> None:
+    """A run that ends within an epoch."""
+    options |= {"max_steps": 6, "gradient_clip_val": 0.05}
+    epochs(folder, -1, LastCheckpoint(folder, every_seconds=0), **options).fit(five(folder), datamodule=data(5))
+
+
+def resumed(folder: Path, **options: Any) -> None:
+    """It goes on to its end, and is tested."""
+    routine = five(folder)
+    made = epochs(folder, 3, LastCheckpoint(folder), gradient_clip_val=0.05, **options)
+    made.fit(routine, datamodule=data(5), ckpt_path=folder / "last.ckpt")
+    (found,) = made.test(routine, datamodule=data(), verbose=False)
+    (folder / f"scores{made.global_rank}").write_text(repr((found, plain(routine.member_scores))))
+    torch.save(routine.states(), folder / f"states{made.global_rank}.pt")
+
+
+def halves(rank: int, root: Path) -> None:
+    """The same by one of two processes, on both sides of the cut and on one of them; what they refuse."""
+
+    def two() -> dict[str, Any]:
+        return {"strategy": MembersStrategy(), "devices": 2, "accelerator": "cpu"}
+
+    os.environ |= {"LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0"}
+    torch.distributed.init_process_group("gloo", f"file://{root}/store", rank=rank, world_size=2)
+    cut(root / "both", **two())
+    resumed(root / "both", **two())
+    cut(root / "before", **two())
+    resumed(root / "after", **two())
+    with pytest.raises(ValueError, match="random numbers"):
+        epochs(root, **two()).fit(MembersRoutine(Dropping(), 4), datamodule=data(4))
+    with pytest.raises(ValueError, match="1 members in chunks of 1 are fewer than 2 processes"):
+        epochs(root, **two()).fit(MembersRoutine(Plain(), 1), datamodule=data(1))
+    snapshots = PosteriorSnapshots(root / "snapshots", every_n_steps=1)
+    with pytest.raises(ValueError, match="each process has its own members"):
+        epochs(root, 1, snapshots, **two()).fit(MembersRoutine(Plain(), 2), datamodule=data(2))
+    torch.distributed.destroy_process_group()
+
+
+class Dropping(Plain):
+    """Draws random numbers in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, 0.5, self.training))
+
+
+def test_processes_share_the_members(tmp_path: Path) -> None:
+    """Checkpoints are those of one process: any number of them goes on with what any other has begun."""
+    one = tmp_path / "one"
+    cut(one)
+    shutil.copytree(one, tmp_path / "after")
+    resumed(one)
+    side_by_side(halves, tmp_path, count=2)
+    resumed(tmp_path / "before")
+    expected, scores = torch.load(one / "states0.pt"), (one / "scores0").read_text()
+    for name, rank in (("both", 0), ("both", 1), ("after", 0), ("after", 1), ("before", 0)):
+        found = torch.load(tmp_path / name / f"states{rank}.pt")
+        assert found.keys() == expected.keys() and all(torch.equal(t, found[n]) for n, t in expected.items()), name
+        assert (tmp_path / name / f"scores{rank}").read_text() == scores
+        stored = SampleStore.open(tmp_path / name / "samples", like=Net().double().state_dict()).load()
+        assert all(torch.equal(t, stored[n]) for n, t in expected.items())
+    assert share_sizes(5, 2, 2) == [2, 3] and share_sizes(7, 1, 3) == [2, 2, 3] and share_sizes(10, 3, 2) == [6, 4]

@@ -33,10 +33,10 @@ class LastCheckpoint(ModelCheckpoint):
     """Keeps ``last.ckpt``: at most ``every_seconds`` old, and written when training ends or is cut.
 
     ``--ckpt_path last`` resumes from it, and the run then gives the numbers of one that was not interrupted, bit for
-    bit where the device's kernels are deterministic. Unlike Lightning's ``ModelCheckpoint(save_last=True)`` it saves an
-    epoch that ``max_time`` or ``max_steps`` cuts before its end hooks, a whole one after all of them; it keeps global
-    random states (in runs of one process), counts of an optimizer outside of its ``state_dict`` and what was logged;
-    and weights in double precision are not rounded on their way back.
+    bit where the device's kernels are deterministic. Unlike Lightning's ``ModelCheckpoint(save_last=True)`` it saves
+    an epoch that ``max_time`` or ``max_steps`` cuts before its end hooks, a whole one after all of them; it keeps
+    global random states (where all processes read the same batches), counts of an optimizer outside of its
+    ``state_dict`` and what was logged; and weights in double precision are not rounded on their way back.
 
     In the middle of an epoch a checkpoint is written only where the training loader keeps its place (``state_dict``
     and ``load_state_dict``, as the loaders of this package and of torchdata do), and where no gradients are being
@@ -131,7 +131,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put the global random states into the checkpoint."""
-        if trainer.world_size == 1:
+        if _reads_all(trainer):
             states = _collect_rng_states()
             name, keys, *rest = states["numpy"]
             checkpoint[_RANDOM] = states | {"numpy": [name, keys.tolist(), *rest]}  # no array: `weights_only` loads it
@@ -146,7 +146,7 @@ class LastCheckpoint(ModelCheckpoint):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the random states in place, before the first epoch draws from them."""
-        if self._random is not None and trainer.world_size == 1:
+        if self._random is not None and _reads_all(trainer):
             name, keys, *rest = self._random["numpy"]
             _set_rng_states(self._random | {"numpy": (name, np.array(keys, dtype=np.uint32), *rest)})
         self._random = None
@@ -158,6 +158,11 @@ class LastCheckpoint(ModelCheckpoint):
     def _choose_folder(self, trainer: Trainer) -> None:
         if self.dirpath is None:
             self.dirpath = os.path.join(os.path.realpath(trainer.default_root_dir), "checkpoints")
+
+
+def _reads_all(trainer: Trainer) -> bool:
+    """Whether this process reads all batches, and so has the random states of any other."""
+    return bool((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1) == 1)
 
 
 def _counts(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

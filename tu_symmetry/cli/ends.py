@@ -24,7 +24,7 @@ Handler = Callable[[argparse.Namespace], int | None]
 
 TRACEBACK = "TU_SYMMETRY_TRACEBACK"
 RESUMES = ("table", "align", "merge")  # whose command resumes what was cut off
-SHARED = ("inspect", "align", "merge")  # whose work the processes share that ``torchrun`` starts
+SHARED = ("table", "inspect", "align", "merge")  # whose work the processes share that ``torchrun`` starts
 TRAINS = ("fit", "validate", "test", "predict")  # run a user's own code, whose errors are shown whole
 
 
@@ -143,16 +143,18 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
     """Say in one line why a run ended; the exit status. What has to be seen whole is raised again."""
     command = next(iter(arguments), "")
     again = "; the same command resumes" if command in RESUMES else ""
+    notes, other = getattr(error, "__notes__", ()), command in SHARED and os.environ.get("RANK", "0") != "0"
+    if type(error).__name__ == "ElsewhereError":  # the process where it went wrong says it
+        return 2
     if signals.caught is not None or isinstance(error, KeyboardInterrupt):
         word, code = ("terminated", 143) if signals.caught == signal.SIGTERM else ("interrupted", 130)
-        return fail(word + again, code)
+        return code if other else fail(word + again, code)
     if isinstance(error, SystemExit) or not isinstance(error, Exception) or os.environ.get(TRACEBACK):
         raise error
-    others = os.environ.get("RANK", "0") != "0" and command in SHARED and not getattr(error, "__notes__", ())
-    if others or type(error).__name__ == "ElsewhereError":  # the process where it went wrong says it, or the first
+    if other and not notes:  # all have it, and the first says it
         return 2
     if type(error).__module__.startswith("tu_symmetry.") or _raised_here(error):
-        return fail(" ".join(str(error).split()))
+        return fail(" ".join([*str(error).split(), *(f"({note})" for note in notes)]))
     if isinstance(error, UnicodeDecodeError):
         return fail(f"a file that was read is no text in UTF-8 (byte {error.start}); save it as UTF-8")
     if isinstance(error, OSError) and error.strerror:
@@ -169,6 +171,7 @@ def ended(error: BaseException, signals: Signals, arguments: Sequence[str]) -> i
         return fail(said)
     if command in TRAINS:
         raise error
+    said = " ".join([said, *(f"({note})" for note in notes)])
     return fail(f"{kind}: {said} (not foreseen; {TRACEBACK}=1 shows where)", 1)
 
 

@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stderr, redirect_stdout
 
 from tu_symmetry.cli.checkpoints import align, inspect, merge
 from tu_symmetry.cli.ends import SHARED, Handler, Parser, Signals, ended
@@ -100,11 +100,13 @@ def _run(arguments: list[str]) -> int:
     parsed = parser.parse_args(arguments)
     if parsed.command not in SHARED or "WORLD_SIZE" not in os.environ:
         return handlers[parsed.command](parsed) or 0
-    from tu_symmetry.processes import rank, together
+    from tu_symmetry.processes import together
 
-    with together(), ExitStack() as quiet:
-        if rank() > 0:  # the first process speaks
+    alone = parsed.command == "table"  # whose processes share commands, not the work of each
+    with nullcontext() if alone else together(), ExitStack() as quiet:
+        if os.environ.get("RANK", "0") != "0":  # the first process speaks
             nowhere = quiet.enter_context(open(os.devnull, "w"))
             quiet.enter_context(redirect_stdout(nowhere))
-            quiet.enter_context(redirect_stderr(nowhere))
+            if not alone:
+                quiet.enter_context(redirect_stderr(nowhere))
         return handlers[parsed.command](parsed) or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def table(parser: argparse.ArgumentParser) -> Handler:
                 print(shlex.join(["tu-symmetry", *words, *flags[command.name]]))
             return 0
         if arguments.rehearse:
+            if "RANK" in os.environ:
+                return fail("a rehearsal times one process: start it without torchrun")
             from tu_symmetry.tables.rehearsal import rehearse
 
             options = {"out": arguments.out, "data_root": arguments.data_root, "overrides": arguments.overrides}
@@ -75,7 +78,7 @@ def table(parser: argparse.ArgumentParser) -> Handler:
                 display=display,
             )
         except TableInterrupted as error:
-            return fail(str(error), 3)
+            return 3 if os.environ.get("RANK", "0") != "0" else fail(str(error), 3)
         display.tables(results)
         return 0
 

@@ -136,9 +136,9 @@ class ImageDataModule(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """Training batches; the whole set in order for a full batch."""
         data, full = self.train, self.batch_size == "full"
-        world, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
+        shares = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         orders = [
-            SeededOrder(data, num_replicas=world, rank=rank, seed=self.seed + m, shuffle=not full)
+            SeededOrder(data, **(shares or {"num_replicas": 1, "rank": 0}), seed=self.seed + m, shuffle=not full)
             for m in range(self.orders or 1)
         ]
         size = len(data) if full else int(self.batch_size)

@@ -7,5 +7,6 @@ from .laplace import LaplaceEnsemble as LaplaceEnsemble
 from .laplace import LaplacePostProcessing as LaplacePostProcessing
 from .laplace import LaplaceRegressionRoutine as LaplaceRegressionRoutine
 from .members import MembersRoutine as MembersRoutine
+from .shares import MembersStrategy as MembersStrategy
 from .swag import SWAG as SWAG
 from .variational import VariationalRoutine as VariationalRoutine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from tu_symmetry.posterior.network import States, categorical_nll, derived_seed,
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
 from tu_symmetry.routines.runs import is_over, require_free, store_at_end
+from tu_symmetry.routines.shares import MembersStrategy, joined, share_sizes
 from tu_symmetry.states import unstack
 
 
@@ -67,6 +69,10 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
     batches of ``B`` out of ``N`` training points: its minimum is the maximum of the posterior under the prior
     ``N(0, 1 / prior_precision)``. Each member comes out as if trained alone, BatchNorm's statistics included.
 
+    Several processes (:class:`~tu_symmetry.routines.MembersStrategy`) train shares of the members, whole chunks of
+    ``chunk_size``, and write what one process writes, bit for bit where a chunk's numbers do not depend on its size.
+    Until a fit or a test ends, each of them has its own members alone.
+
     Logged: ``loss`` (mean over the members), and what :class:`~tu_symmetry.routines.predictive.PredictiveRoutine` logs.
 
     Args:
@@ -113,9 +119,42 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         self._points = 0
         self._started = self._resumed = False
         self._end: tuple[int, int] | None = None  # epochs and steps of the checkpoint that a fit resumes from
+        self._sizes: list[int] = []  # of the shares of several processes
+        self._own = slice(None)  # which members this process has
 
     def setup(self, stage: str) -> None:
-        """Put the given states in place before the first fit (Lightning loads a checkpoint after this)."""
+        """Put the given states in place before the first fit, and take this process's share of the members.
+
+        Lightning loads a checkpoint after this.
+        """
+        self._put_initial_states(stage)
+        strategy = getattr(self._trainer, "strategy", None)
+        if not isinstance(strategy, MembersStrategy) or strategy.world_size == 1:
+            return
+        self._sizes = share_sizes(self.num_members, self.chunk_size or 1, strategy.world_size)
+        before = sum(self._sizes[: strategy.global_rank])
+        self._own = slice(before, before + self._sizes[strategy.global_rank])
+        self._hold(lambda t: t[self._own].clone())
+        for scores in (self.val_scores, self.test_scores):  # of all members, in each process
+            scores.sync_on_compute = False
+
+    def teardown(self, stage: str) -> None:
+        """Give every process all members again."""
+        if self._sizes:
+            self._hold(self._whole)
+            self._sizes, self._own = [], slice(None)
+
+    def _hold(self, made: Callable[[Tensor], Tensor]) -> None:
+        with torch.no_grad():
+            for t in (*self.members.parameters(), *self.members.buffers()):
+                t.grad = None
+                t.data = made(t.data)
+
+    def _whole(self, t: Tensor) -> Tensor:
+        """All members' rows of a tensor of which this process has its own members'."""
+        return joined(t, self._sizes, self.trainer.strategy.root_device) if self._sizes else t
+
+    def _put_initial_states(self, stage: str) -> None:
         if self.initial_states is None or self._started or stage != "fit":
             return
         own = self.members.state_dict()
@@ -143,16 +182,38 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         if "loops" in checkpoint:
             epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"]
             self._end = epochs, checkpoint["global_step"]
+        self._in_checkpoint(checkpoint, self.num_members, lambda t: t[self._own])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put all members into the checkpoint, with the optimizer's numbers of each."""
+        self._in_checkpoint(checkpoint, len(next(self.members.parameters())), self._whole)
+
+    def _in_checkpoint(self, checkpoint: dict[str, Any], count: int, made: Callable[[Tensor], Tensor]) -> None:
+        """Change what a checkpoint has of so many members."""
+        if not self._sizes:
+            return
+        weights = checkpoint["state_dict"]
+        weights |= {name: made(t) for name, t in weights.items() if name.startswith("members.")}
+        for optimizer in checkpoint.get("optimizer_states", ()):
+            for k, kept in optimizer["state"].items():
+                stacked = {n: t for n, t in kept.items() if isinstance(t, Tensor) and t.ndim and len(t) == count}
+                optimizer["state"][k] = kept | {name: made(t) for name, t in stacked.items()}
 
     def on_train_start(self) -> None:
-        """Count the training points."""
+        """Count the training points; the loader makes batches of this process's members alone."""
         self._points = training_points(self.trainer)
+        loader: Any = self.trainer.train_dataloader
+        if self._sizes and len(getattr(loader, "orders", ())) == self.num_members:
+            loader.orders = loader.orders[self._own]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The sum of the members' losses, which gives every member its own gradient."""
         x, y = batch
         own = self.data_order == "own"
-        if own and (len(x) != self.num_members or len(y) != self.num_members or y.ndim < 2):
+        count = len(next(self.members.parameters()))
+        if own and len(x) == len(y) == self.num_members:  # of another's loader
+            x, y = x[self._own], y[self._own]
+        if own and (len(x) != count or len(y) != count or y.ndim < 2):
             raise ValueError(
                 f"data_order is own, but the batch has inputs {tuple(x.shape)} and targets {tuple(y.shape)}: give the "
                 f"data module orders: {self.num_members} (those of tu_symmetry have it), or take data_order: shared"
@@ -169,25 +230,38 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
         where = 0 if own else None
         stack = dict(self.members.named_buffers())
+        drawn = self._random_states() if self._sizes and self.global_step == 0 else []
         losses, buffers = vmap(one, (0, 0, where, where), randomness="different", chunk_size=self.chunk_size)(
             dict(self.members.named_parameters()), stack, x, y
         )
+        if any(not torch.equal(*pair) for pair in zip(drawn, self._random_states() if drawn else [], strict=True)):
+            raise ValueError(
+                "the members draw random numbers while they train (dropout, say), those of one process for all "
+                "of them: train them in one process"
+            )
         with torch.no_grad():
             for name, t in buffers.items():
                 stack[name].copy_(t)
-        self.log("loss", losses.detach().mean(), prog_bar=True, batch_size=y.shape[1] if own else len(y))
+        self.log("loss", self._whole(losses.detach()).mean(), prog_bar=True, batch_size=y.shape[1] if own else len(y))
         return losses.sum()
+
+    def _random_states(self) -> list[Tensor]:
+        cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *cuda]
 
     def on_train_end(self) -> None:
         """Write the members, in place of those that an earlier part of this run has written when it ended."""
         self._write(self.trainer.global_step)
 
     def _write(self, step: int) -> None:
-        if self.samples is None or not self.trainer.is_global_zero:
+        if self.samples is None:
+            return
+        states = self.states()
+        if not self.trainer.is_global_zero:
             return
         store_at_end(
             self.samples,
-            self.states(),
+            states,
             after=step,
             chain=range(self.num_members),
             step=[step] * self.num_members,
@@ -198,17 +272,30 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         )
 
     def states(self) -> States:
-        """The members as a stack ``[members, ...]`` of state dicts."""
-        return {name: t.detach() for name, t in self.members.state_dict().items()}
+        """The members as a stack ``[members, ...]`` of state dicts; all processes of a run have to ask for them."""
+        return {name: self._whole(t.detach()) for name, t in self.members.state_dict().items()}
 
     def member(self, index: int) -> nn.Module:
         """One member as a module of its own (a copy)."""
+        self._require_all()
         made = copy.deepcopy(self.members)
         with torch.no_grad():
             for t in (*made.parameters(), *made.buffers()):
                 t.grad = None
                 t.data = t.data[index].clone()
         return made
+
+    def network_states(self) -> list[States]:
+        """The networks as a list of state dicts (views)."""
+        self._require_all()
+        return super().network_states()
+
+    def _require_all(self) -> None:
+        if self._sizes:
+            raise ValueError(
+                "each process has its own members until the run ends: read them from the samples, or leave callbacks "
+                "that read networks to a run of one process"
+            )
 
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(members, B, ...)`` for the same inputs ``(B, ...)``, in ``eval`` mode."""
@@ -218,7 +305,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
             return functional_call(self.members, state, (x,))
 
         state: States = {**dict(self.members.named_parameters()), **dict(self.members.named_buffers())}
-        return vmap(one, chunk_size=self.chunk_size)(state)
+        return self._whole(vmap(one, chunk_size=self.chunk_size)(state))
 
 
 def stacked_module(networks: list[nn.Module]) -> nn.Module:

@@ -7,10 +7,12 @@ fingerprint of its configuration and inputs, the digest of every file that it wr
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -32,6 +34,7 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.reporting.environment import describe_environment
 from tu_symmetry.reporting.progress import Display
+from tu_symmetry.tables.crew import Crew
 from tu_symmetry.tables.functions import OUT
 from tu_symmetry.tables.outcome import plain
 
@@ -51,6 +54,8 @@ class CommandConfig:
         set: dotted flag to value, over the files: one file can serve several rows.
         copies: run it so often, as ``NAME_0``, ``NAME_1`` and so on; ``needs: [NAME]`` means all of them.
         seeds: the flags whose values are the number of the copy.
+        together: it trains the members of a :class:`~tu_symmetry.routines.MembersRoutine`, which the processes that
+            ``torchrun`` starts share; without it, one of them runs it, while others run other commands.
     """
 
     name: str
@@ -60,6 +65,7 @@ class CommandConfig:
     set: dict[str, Any] = field(default_factory=dict)
     copies: int = 0
     seeds: list[str] = field(default_factory=lambda: ["seed_everything"])
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,8 @@ def load_table(folder: str | Path) -> CommandTable:
         where = f"{path}: command {command.name!r}"
         if command.name in copies or not re.fullmatch(r"[\w-]+", command.name):
             raise ConfigError(f"{where}: names are letters, digits, - and _, and each stands once")
+        if command.together and command.command != "fit":
+            raise ConfigError(f"{where}: together is for a training (fit), which {command.command} is not")
         if unknown := [name for name in command.needs if name not in copies]:
             raise ConfigError(f"{where} needs {unknown[0]!r}, which is no earlier command (there: {', '.join(copies)})")
         own = [command.config] if isinstance(command.config, str) else command.config
@@ -176,6 +184,9 @@ def run_commands(
 ) -> dict[str, dict[str, Any]]:
     """Run the commands of a recipe folder in order.
 
+    Each of the processes that ``torchrun`` has started takes the next command whose ``needs`` are done; all return the
+    results of all.
+
     Args:
         folder: the recipe folder.
         out: run folder; the recipe's own by default.
@@ -196,9 +207,20 @@ def run_commands(
     flags = parse_overrides(table, overrides)
     deadline = None if max_time is None else time.monotonic() + max_time.total_seconds()
     (root / MARKS).mkdir(parents=True, exist_ok=True)
-    with lock_folder(root):
-        clear_scratch(root)
-        return _Run(folder, table, root, data_root, flags, deadline, display or Display()).all()
+    crew = Crew()
+    run, over = _Run(folder, table, root, data_root, flags, deadline, display or Display(), crew), None
+    with crew.at_work(), lock_folder(root) if crew.number == 0 else nullcontext():
+        if crew.number == 0:
+            clear_scratch(root)
+        crew.all_here("the folder is ours")
+        try:
+            run.all()
+        except TableInterrupted as interrupted:
+            over = interrupted
+        crew.all_here("the end")
+    if over is not None:
+        raise over
+    return {command.name: run.marks[command.name]["results"] for command in table.commands}
 
 
 @dataclass
@@ -212,18 +234,65 @@ class _Run:
     flags: Mapping[str, list[str]]
     deadline: float | None
     display: Display
+    crew: Crew
     marks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def all(self) -> dict[str, dict[str, Any]]:
+    def all(self) -> None:
         commands = self.table.commands
         self.display.console.print(self.table.title, style="bold")
-        for number, command in enumerate(commands, 1):
-            if self._take(command):
-                self.display.done(command.name, "done before")
-            else:
-                self._run(command, f"{number} of {len(commands)}")
+        while left := [command for command in commands if command.name not in self.marks]:
+            if not any([self._done(command, f"{commands.index(command) + 1} of {len(commands)}") for command in left]):
+                self._require_time(left[0].name)
+                self.crew.pause()
+
+    def _done(self, command: CommandConfig, place: str) -> bool:
+        """Whether a command is done, here and now or by another process."""
+        name, crew = command.name, self.crew
+        if said := crew.said(f"{name} is done"):
+            self.marks[name] = self._read_mark(name) or {}
+            self.display.done(name, said, self.marks[name]["headline"])
+        elif any(needed not in self.marks for needed in command.needs) or crew.meeting() not in ("", name):
+            return False
+        elif command.together and crew.count > 1:
+            if crew.meeting(name) == name:
+                with crew.met():
+                    self._meet(command, place)
+            if name not in self.marks:  # it is read when the first process says that it is done
+                return False
+        elif crew.first(f"{name} is taken", str(crew.number)) != str(crew.number):
+            return False
+        else:
+            self._make(command, place)
+        if crew.number == 0:
             self._write_results()
-        return {command.name: self.marks[command.name]["results"] for command in commands}
+        return True
+
+    def _make(self, command: CommandConfig, place: str, *, together: bool = False) -> None:
+        """Run a command, unless that was done before, and tell the others."""
+        said = "done before"
+        if self._take(command):
+            self.display.done(command.name, said)
+        else:
+            said = self._run(command, place, together)
+        self.crew.say(f"{command.name} is done", said)
+
+    def _meet(self, command: CommandConfig, place: str) -> None:
+        """Run a command with all other processes; the first keeps its books."""
+        if self.crew.number == 0:
+            self._make(command, place, together=True)
+            return
+        while not (words := self.crew.said(f"{command.name} is run")):
+            if self.crew.said(f"{command.name} is done"):
+                return
+            self.crew.pause()
+        with self.crew.in_group(command.name):
+            found = _execute(json.loads(words), self.deadline)
+        if found is None:
+            self._require_time(command.name)
+
+    def _require_time(self, name: str) -> None:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            raise TableInterrupted(f"the time is over; the same command resumes with {name}")
 
     def _fingerprint(self, command: CommandConfig) -> str:
         flags = [*_dotted(command.set), *self.flags[command.name]]
@@ -261,7 +330,7 @@ class _Run:
         write_json(self.root / MARKS / f"{name}.json", plain(mark), seal=True)
         return plain(mark)
 
-    def _run(self, command: CommandConfig, place: str) -> None:
+    def _run(self, command: CommandConfig, place: str, together: bool) -> str:
         target, name = self.root / command.name, command.name
         fingerprint, old = self._fingerprint(command), self._read_mark(name)
         if target.exists() and old is None:
@@ -277,24 +346,26 @@ class _Run:
             remove_folder(target)
         spent = old["seconds"] if resumed and old else 0.0
         self._mark(name, fingerprint=fingerprint, seconds=spent, status="running")
-        over = TableInterrupted(f"the time is over; the same command resumes with {name}")
-        if self.deadline is not None and time.monotonic() >= self.deadline:
-            raise over
+        self._require_time(name)
         words = [*typed(self.folder, command, self.root, self.data_root), *self.flags[name]]
         words += [f"--ckpt_path={path}" for path in sorted(checkpoints, key=lambda p: p.stat().st_mtime)[-1:]]
         self.display.started(name, place, resumed=resumed)
         started = time.perf_counter()
-        found = _execute(words, self.deadline)
+        if together:
+            self.crew.say(f"{name} is run", json.dumps(words))
+        with self.crew.in_group(name) if together else self.crew.alone(name):
+            found = _execute(words, self.deadline)
         seconds = round(spent + time.perf_counter() - started, 2)
         if found is None:
             self._mark(name, fingerprint=fingerprint, seconds=seconds, status="running")
-            raise over
-        self.display.done(name, f"{seconds:.1f} s", found["headline"])
+            raise TableInterrupted(f"the time is over; the same command resumes with {name}")
+        self.display.done(name, said := f"{seconds:.1f} s", found["headline"])
         files = digest_folder(target)
         if not files:
             raise ConfigError(f"{name} has written nothing to {target}")
         made = {"fingerprint": fingerprint, "seconds": seconds, "status": "done", "resumed": resumed, "files": files}
         self.marks[name] = self._mark(name, **found, **made)
+        return said
 
     def _write_results(self) -> None:
         keep = ("results", "headline", "seconds", "resumed")

@@ -7,6 +7,7 @@ A configuration names a function that returns an :class:`~tu_symmetry.tables.out
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,8 @@ class OneLineParser(ArgumentParser):
         text = re.sub(r"(?:- )?Problem with given class_path '(?:[\w.]+\.)?(\w+)':", r"\1:", text)
         text = re.sub(r"Parser key \"([\w.+]+)\":", r"\1:", text)
         cut = text if len(text) < 600 else f"{text[:600]} ..."
-        print(f"{self.prog.replace(' [options]', '')}: {cut}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # the first of several processes says it
+            print(f"{self.prog.replace(' [options]', '')}: {cut}", file=sys.stderr)
         sys.exit(2)
 
 

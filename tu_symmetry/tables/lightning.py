@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 import time
 import zipfile
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.cli import LightningArgumentParser
@@ -24,6 +26,7 @@ from tu_symmetry._extras import scripting_unsaid
 from tu_symmetry.callbacks import LastCheckpoint, ProgressLines
 from tu_symmetry.configs import ConfigError
 from tu_symmetry.files import FileError, check_archive
+from tu_symmetry.routines import MembersRoutine, MembersStrategy
 from tu_symmetry.tables.functions import OneLineParser, add_folders, with_folders
 
 with scripting_unsaid():
@@ -71,6 +74,21 @@ class SymmetryCLI(TULightningCLI):
         given = self.config[subcommand].get("ckpt_path")
         if given is not None:
             require_checkpoint(str(given))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Makes the trainer; processes that ``torchrun`` started share members, unless a strategy says otherwise."""
+        given = self._get(self.config_init, "trainer")
+        world, local = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        if world > 1 and given["strategy"] == "auto":
+            if not isinstance(self.routine, MembersRoutine):
+                raise ConfigError(
+                    f"{world} processes would all do the same: {type(self.routine).__name__} is one process's, unless "
+                    "trainer.strategy and trainer.devices say how they share it (ddp averages gradients)"
+                )
+            kwargs |= {"strategy": MembersStrategy(), "devices": local, "num_nodes": world // local}
+        elif torch.cuda.is_available() and (own := torch.cuda.current_device()) and given["devices"] in (1, "1"):
+            kwargs["devices"] = [own] if given["accelerator"] != "cpu" else 1  # of a process that has others beside it
+        return super().instantiate_trainer(**kwargs)
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Runs it; a checkpoint of another network is said in one line."""
@@ -140,7 +158,7 @@ class _Deadline(LastCheckpoint):
         self.at = at
 
     def consider(self, trainer: Trainer, *, ends: bool) -> None:
-        if time.monotonic() >= self.at and not ends:
+        if trainer.strategy.broadcast(time.monotonic() >= self.at) and not ends:
             self.save(trainer)
             raise OutOfTime
 
