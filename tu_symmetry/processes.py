@@ -1,18 +1,21 @@
 """Work of several processes, as ``torchrun`` starts them: who takes what, and how the results come together.
 
-Within :func:`together` each of N processes computes its share, and all have all results, in the order in which one
-process would have found them; elsewhere there is one process. What goes wrong in one of them is raised in all.
+Within :func:`together` all of N processes are given the same. Each computes its share, and all have all results, in
+the order in which one process would have found them. Elsewhere there is one process, as there is within a share: what
+it calls is not shared again. What goes wrong in one of them is raised in all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=7)  # with others that work on longer shares
@@ -27,7 +30,8 @@ class ElsewhereError(RuntimeError):
 def together() -> Iterator[None]:
     """Let the processes that ``torchrun`` started share work, for the time of a block; one stays by itself.
 
-    All of them have to run the block alike. A process group that exists is used; else it is one of gloo's.
+    All of them have to run the block alike, with the same data: Lightning's runs of several processes, which have
+    shares of their own, belong outside. A process group that exists is used; else it is one of gloo's.
     """
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not known and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -50,33 +54,80 @@ def count() -> int:
     return torch.distributed.get_world_size() if _working and _working[-1] else 1
 
 
-def shared(number: int, compute: Callable[[int], T], *, progress: Callable[[int], Any] = lambda done: None) -> list[T]:
+def adding() -> int:
+    """How many processes add up what they have seen: those that share work, else those of a run's process group."""
+    known = not _working and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if known else count()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    _working.append(False)
+    try:
+        yield
+    finally:
+        _working.pop()
+
+
+def shared(
+    number: int,
+    compute: Callable[[int], T],
+    *,
+    progress: Callable[[int], Any] = lambda done: None,
+    costs: Sequence[float] | None = None,
+) -> list[T]:
     """``[compute(k) for k in range(number)]``, of which each process computes every N-th.
 
     Args:
         number: how many results there are.
         compute: is called with the numbers of this process's share, in order. What it returns is pickled.
         progress: is called with how many of all are done, as far as this process can tell.
+        costs: how long each takes, where that differs: the longest are dealt out first, each to the process that has
+            least to do so far.
 
     Raises:
         Exception: what ``compute`` raised here or, as an :class:`ElsewhereError`, in another process.
     """
-    world = count()
+    owners = dealt([1.0] * number if costs is None else costs)
     found: list[T] = []
-    error: Exception | None = None
-    try:
-        for k in range(rank(), number, world):
-            found.append(compute(k))
-            progress(min(k + world, number))
-    except Exception as raised:
-        if world == 1:
-            raise
-        raised.add_note(f"in process {rank()}")
-        error = raised
-    every = gathered((found, error))
-    for place, (_, failure) in enumerate(every):
-        _raise(failure, place)
-    return [every[k % world][0][k // world] for k in range(number)]
+
+    def own() -> None:
+        for k in (k for k, owner in enumerate(owners) if owner == rank()):
+            with _alone():
+                found.append(compute(k))
+            progress(min(len(found) * count(), number))
+
+    error = _caught(own)
+    every = gathered((found if error is None else [], _said(error)))
+    _raise_first([said for _, said in every], error)
+    parts = [iter(part) for part, _ in every]
+    return [next(parts[owner]) for owner in owners]
+
+
+def dealt(costs: Sequence[float]) -> list[int]:
+    """Which process takes each piece of work: the longest first, each to the one that has least to do so far."""
+    loads, owners = [0.0] * count(), [0] * len(costs)
+    for k in sorted(range(len(costs)), key=lambda k: -costs[k]):
+        owners[k] = loads.index(min(loads))
+        loads[owners[k]] += costs[k]
+    return owners
+
+
+def in_step(work: Callable[[], T]) -> T:
+    """What ``work`` returns here; what it raises in one process is raised in all, so that none waits for its sums."""
+    found: list[T] = []
+    error = _caught(lambda: found.append(work()))
+    _raise_first(gathered(_said(error)), error)
+    return found[0]
+
+
+def add_up(*tensors: Tensor) -> None:
+    """Sum tensors over the processes that share work, in place."""
+    for tensor in tensors if count() > 1 else ():
+        place = "cuda" if torch.distributed.get_backend() == "nccl" else tensor.device
+        total = tensor.to(place)
+        torch.distributed.all_reduce(total)
+        tensor.copy_(total)
 
 
 def gathered(value: T) -> list[T]:
@@ -96,19 +147,41 @@ def by_first(compute: Callable[[], T]) -> T:
     if count() == 1:
         return compute()
     told: list[Any] = [None, None]
-    if rank() == 0:
-        try:
+    error: Exception | None = None
+
+    def first() -> None:
+        with _alone():
             told[0] = compute()
-        except Exception as error:
-            told[1] = error
+
+    if rank() == 0:
+        error = _caught(first)
+        told = [None if error else told[0], _said(error)]
     torch.distributed.broadcast_object_list(told, src=0)
-    _raise(told[1], 0)
+    _raise_first([told[1]], error)
     result: T = told[0]
     return result
 
 
-def _raise(error: Exception | None, place: int) -> None:
-    if error is not None and place != rank():
-        raise ElsewhereError(f"process {place} failed: {error}") from error
-    if error is not None:
-        raise error
+def _caught(work: Callable[[], Any]) -> Exception | None:
+    """What goes wrong, for others to hear of; where there are none it is raised at once."""
+    try:
+        work()
+    except Exception as raised:
+        if count() == 1:
+            raise
+        if sys.version_info >= (3, 11):
+            raised.add_note(f"in process {rank()}")
+        return raised
+    return None
+
+
+def _said(error: Exception | None) -> str | None:
+    """What others are told of an error, which need not be one that can be pickled."""
+    return None if error is None else str(error) or type(error).__name__
+
+
+def _raise_first(said: Sequence[str | None], own: Exception | None) -> None:
+    """Raise what went wrong in the first of the processes where something did."""
+    for place, text in enumerate(said):
+        if text is not None:
+            raise own if own is not None and place == rank() else ElsewhereError(f"process {place} failed: {text}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import (
@@ -23,7 +24,7 @@ from tu_symmetry.laplace.blocks import (
     decompose,
     decompose_rows,
 )
-from tu_symmetry.laplace.data import all_reduce, batches, count_of, processes, together
+from tu_symmetry.laplace.data import all_reduce, count_of, own_batches, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
@@ -32,6 +33,7 @@ from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.patches import ShiftedGrams, gram
 from tu_symmetry.laplace.tangent import LastLayerModel, Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
+from tu_symmetry.processes import adding
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
 KfacApprox = Literal["expand", "reduce"]
@@ -104,7 +106,9 @@ def fit_curvature(
         ) as watch,
         together(device),
     ):
-        for number, (inputs, targets) in enumerate(batches(loader if first_pass is None else first_pass, device), 1):
+        for number, (inputs, targets) in enumerate(
+            own_batches(loader if first_pass is None else first_pass, device), 1
+        ):
             count = batch_size(inputs)
             if last is not None:  # no pass backward: gradients of its outputs are those of the network's
                 features, outputs = last.features(inputs)
@@ -132,8 +136,10 @@ def fit_curvature(
             if progress is not None:
                 samples = round(float(totals[1]))
                 progress({"stage": "curvature", "batch": number, "batches": count_of(loader), "samples": samples})
-    totals = totals.to(device)
+    totals, largest = totals.to(device), torch.tensor([found.outputs, found.positions], device=device)
     all_reduce(totals)
+    all_reduce(largest, of=dist.ReduceOp.MAX)
+    found.outputs, found.positions = largest.tolist()
     found.loss, found.samples = float(totals[0]), round(float(totals[1]))
     blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
     return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), found
@@ -355,7 +361,7 @@ class InputMoments:
 
     def decompose(self) -> tuple[Tensor, Tensor]:
         """Eigenvalues ``[groups, features]`` and eigenvectors of the mean, over all processes."""
-        if processes() > 1:
+        if adding() > 1:
             self._release()
         if self._rows is not None:
             return decompose_rows(torch.cat(self._rows, dim=1) / self.count**0.5)
