@@ -18,7 +18,7 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.metrics.functional import discrepancy_test, maximum_mean_discrepancy, network_discrepancy
 from tu_symmetry.metrics.functional.two_sample import vectors_test
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.processes import ElsewhereError, count, dealt, rank, shared, together
+from tu_symmetry.processes import ElsewhereError, by_first, count, dealt, gathered, rank, shared, together
 
 Found = dict[str, Any]
 
@@ -139,6 +139,17 @@ def joint() -> Found:
     return found
 
 
+def large() -> list[Any]:
+    """Tensors of each kind that are sent by themselves, beside others that are not."""
+
+    def made(k: int) -> Found:
+        x = normal(300, 50, seed=k)
+        kinds = {str(t): x.to(t) for t in (torch.bfloat16, torch.complex64, torch.bool, torch.int64)}
+        return {"x": x, "again": [x, x[:2], x.T], "conjugate": (1j * x).conj(), "empty": x[:0], "none": None, **kinds}
+
+    return [shared(3, made), by_first(lambda: made(5)), gathered(made(6))[0]]
+
+
 def members() -> Found:
     x, y = data(4, outputs=3)
 
@@ -151,7 +162,7 @@ def members() -> Found:
 
 def everything(stores: list[Path]) -> Found:
     sums = {"discrepancies": discrepancies(stores), "laplaces": laplaces(), "members": members()}
-    return {"sums": sums, "tables": tables(), "joint": joint()}
+    return {"sums": sums, "tables": [tables(), large()], "joint": joint()}
 
 
 def failures(stores: list[Path]) -> list[str]:
@@ -246,7 +257,8 @@ def same(found: Any, expected: Any, tolerance: float = 1e-12) -> None:
             same(one, other, tolerance)
     elif isinstance(expected, Tensor):
         assert found.dtype == expected.dtype
-        scale = float(expected.abs().max())
+        assert found.stride() == expected.stride()
+        scale = float(expected.abs().max()) if tolerance else 0.0
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * scale)
     elif isinstance(expected, float):
         assert found == pytest.approx(expected, rel=tolerance, abs=tolerance, nan_ok=True)

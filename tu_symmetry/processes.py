@@ -7,10 +7,13 @@ it calls is not shared again. What goes wrong in one of them is raised in all.
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+_LARGE = 1 << 16  # bytes of a tensor that is sent by itself
 _PATIENCE = timedelta(days=7)  # with others that work on longer shares
 _working: list[bool] = []  # whether processes share work now; a callback on one rank of a run does not
 
@@ -58,6 +62,16 @@ def adding() -> int:
     """How many processes add up what they have seen: those that share work, else those of a run's process group."""
     known = not _working and torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if known else count()
+
+
+@contextmanager
+def sharing() -> Iterator[bool]:
+    """Let processes that add up share what follows, which is the same for all; gives whether there are several."""
+    _working.append(adding() > 1)
+    try:
+        yield count() > 1
+    finally:
+        _working.pop()
 
 
 @contextmanager
@@ -124,18 +138,18 @@ def in_step(work: Callable[[], T]) -> T:
 def add_up(*tensors: Tensor) -> None:
     """Sum tensors over the processes that share work, in place."""
     for tensor in tensors if count() > 1 else ():
-        place = "cuda" if torch.distributed.get_backend() == "nccl" else tensor.device
-        total = tensor.to(place)
+        total = tensor.to(_device(tensor.device))
         torch.distributed.all_reduce(total)
         tensor.copy_(total)
 
 
 def gathered(value: T) -> list[T]:
     """What all processes have, in their order."""
-    every = [value] * count()
-    if count() > 1:
-        torch.distributed.all_gather_object(every, value)
-    return every
+    if count() == 1:
+        return [value]
+    own, heads = _Parcel.of(value), [_Parcel()] * count()
+    torch.distributed.all_gather_object(heads, own.head())
+    return [(own if place == rank() else head).sent(place) for place, head in enumerate(heads)]
 
 
 def by_first(compute: Callable[[], T]) -> T:
@@ -155,11 +169,72 @@ def by_first(compute: Callable[[], T]) -> T:
 
     if rank() == 0:
         error = _caught(first)
-        told = [None if error else told[0], _said(error)]
-    torch.distributed.broadcast_object_list(told, src=0)
-    _raise_first([told[1]], error)
-    result: T = told[0]
-    return result
+    own = _Parcel.of((None if error else told[0], _said(error)))
+    heads = [own.head()]
+    torch.distributed.broadcast_object_list(heads, src=0)
+    result, said = (own if rank() == 0 else heads[0]).sent(0)
+    _raise_first([said], error)
+    found: T = result
+    return found
+
+
+@dataclass
+class _Parcel:
+    """What one process sends to others: a pickle, and by themselves its large tensors, which pickle slowly."""
+
+    text: bytes = b""
+    kinds: list[tuple[torch.Size, torch.dtype, str]] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, value: Any) -> _Parcel:
+        file = io.BytesIO()
+        packer = _Packer(file)
+        packer.dump(value)
+        tensors = [tensor.detach() for _, tensor in packer.found.values()]
+        return cls(file.getvalue(), [(t.shape, t.dtype, t.device.type) for t in tensors], tensors)
+
+    def head(self) -> _Parcel:
+        return replace(self, tensors=[])
+
+    def sent(self, source: int) -> Any:
+        """The value, once all processes have called this with what ``source`` told them."""
+        received: list[Tensor] = []
+        for k, (shape, dtype, kind) in enumerate(self.kinds):
+            place = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+            own = self.tensors[k] if self.tensors else torch.empty(shape, dtype=dtype, device=place)
+            data = own.to(_device(place)).reshape(-1).view(torch.uint8)
+            torch.distributed.broadcast(data, source)
+            received.append(data.view(dtype).view(shape).to(place))
+        return _Unpacker(io.BytesIO(self.text), received).load()
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.found: dict[int, tuple[int, Tensor]] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        plain = type(value) is Tensor and value.layout is torch.strided and value.device.type in ("cpu", "cuda")
+        if not plain or not value.is_contiguous() or value.is_conj() or value.is_neg():
+            return None
+        if value.device.type == "cpu" and value.nbytes < _LARGE:
+            return None
+        return self.found.setdefault(id(value), (len(self.found), value))[0]
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, key: Any) -> Tensor:
+        return self.tensors[key]
+
+
+def _device(device: torch.device) -> torch.device:
+    """Where the process group takes a tensor from."""
+    return torch.device("cuda") if torch.distributed.get_backend() == "nccl" else device
 
 
 def _caught(work: Callable[[], Any]) -> Exception | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tu_symmetry.alignment.gram import units_first
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.alignment.signed import signed_matching
-from tu_symmetry.processes import count, shared
+from tu_symmetry.processes import shared
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.signs import canonical_signs
 from tu_symmetry.states import as_given, sample_count
@@ -61,7 +61,7 @@ def remove_symmetries(
         raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
     target = None if reference is None else _scaled(graph, reference, scale)[1]
 
-    name, alone = "remove_symmetries", count() == 1
+    name = "remove_symmetries"
 
     def representative(given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
         current = _scaled(graph, given, scale)[1]
@@ -74,8 +74,7 @@ def remove_symmetries(
         return current, reason
 
     def sample(i: int) -> tuple[dict[str, Tensor], str | None]:
-        current, reason = representative({name: t[i] for name, t in state.items()})
-        return current if alone else {name: t.cpu() for name, t in current.items()}, reason
+        return representative({name: t[i] for name, t in state.items()})
 
     found = shared(sample_count(state), sample) if lead else [representative(state)]
     reason = next((reason for _, reason in found if reason), None)
@@ -83,8 +82,8 @@ def remove_symmetries(
         warnings.warn(f"{name} is not certified: {reason}", UncertifiedWarning, stacklevel=2)
     if not lead:
         return found[0][0]
-    every = {name: torch.stack([current[name] for current, _ in found]) for name in state}
-    return as_given(state, {name: t.to(state[name].device) for name, t in every.items()})
+    every = {name: torch.stack([current[name].to(t.device) for current, _ in found]) for name, t in state.items()}
+    return as_given(state, every)
 
 
 def removal_element(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -59,15 +59,14 @@ def by_rows(inputs: Any, compute: Callable[[Any], Any], axis: int = 0) -> Any:
     if places == 1 or size < places:
         return compute(inputs)
     device = tensors_in(inputs)[0].device
-    parts = shared(places, lambda k: _of_each(Tensor.cpu, compute(rows_of(inputs, _rows(size, k, places)))))
-    return _of_each(lambda *own: torch.cat(own, axis).to(device), *parts)
 
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.to(device) for part in parts], axis)
 
-def _of_each(function: Callable[..., Tensor], *found: Any) -> Any:
-    """A function of tensors, or of those of tuples of one kind."""
-    if isinstance(found[0], tuple):
-        return getattr(type(found[0]), "_make", tuple)(map(function, *found))
-    return function(*found)
+    parts = shared(places, lambda k: compute(rows_of(inputs, _rows(size, k, places))))
+    if isinstance(parts[0], tuple):
+        return getattr(type(parts[0]), "_make", tuple)(map(joined, zip(*parts, strict=True)))
+    return joined(parts)
 
 
 def opened(loader: Iterable[Any], device: torch.device) -> tuple[Any, Iterator[Any]]:
@@ -95,6 +94,15 @@ def all_reduce(*tensors: Tensor, of: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     """Sum tensors over all processes that add up, in place, or take the largest."""
     for tensor in tensors if adding() > 1 else ():
         dist.all_reduce(tensor, of)
+
+
+def placed(number: int, device: torch.device) -> tuple[int, int]:
+    """Where so many rows of this process begin among those of all that add up, and how many these are."""
+    counts = torch.zeros(adding(), dtype=torch.int64, device=device)
+    place = dist.get_rank() if adding() > 1 else 0
+    counts[place] = number
+    all_reduce(counts)
+    return int(counts[:place].sum()), int(counts.sum())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tu_symmetry.metrics.functional.discrepancy import (
     weight_vectors,
 )
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
-from tu_symmetry.processes import together
+from tu_symmetry.processes import sharing
 from tu_symmetry.states import States, SymmetryError, as_stack, require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -76,8 +76,7 @@ class MaximumMeanDiscrepancy(BaseMetric):
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
         widths = list(read(self.layout)["widths"].values())
         sets = (stacked(rows).split(widths, dim=1) for rows in (self.samples, self.reference))
-        alike = self._is_synced and self.process_group is None  # all processes have the rows of all
-        with together() if alike else nullcontext():
+        with sharing() if self._is_synced and self.process_group is None else nullcontext():
             return mean_discrepancy(list(zip(*sets, strict=True)))
 
 

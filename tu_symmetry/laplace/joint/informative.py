@@ -14,7 +14,7 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce
+from tu_symmetry.laplace.data import all_reduce, placed
 from tu_symmetry.laplace.definite import cholesky_of_one_plus
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.inputs import rows_of
@@ -173,12 +173,8 @@ class Informative:
 def _gathered(data: TrainingData, linear: Sequence[Tensor], chosen: Chosen) -> Tensor:
     """The chosen rows of ``R^T J`` of all processes, ``[rows, weights]``."""
     size = data.tangent.point().numel()
-    counts = torch.zeros(adding(), dtype=torch.int64, device=linear[0].device)
-    rank = torch.distributed.get_rank() if adding() > 1 else 0
-    counts[rank] = sum(int(mask.sum()) for masks in chosen.masks for mask in masks)
-    all_reduce(counts)
-    rows = linear[0].new_zeros(int(counts.sum()), size)
-    at = int(counts[:rank].sum())
+    at, total = placed(sum(int(mask.sum()) for masks in chosen.masks for mask in masks), linear[0].device)
+    rows = linear[0].new_zeros(total, size)
     each = max(1, min(_SAMPLES, _ENTRIES // max(1, size)))
     for inputs, masks, pieces in zip(data.chunks, chosen.masks, _pieces(data, linear), strict=True):
         for mask, (part, root) in zip(masks, pieces, strict=True):
