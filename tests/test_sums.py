@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +201,8 @@ def failures(stores: list[Path]) -> list[str]:
         lambda: fitted.calibrate(Loader()),
         lambda: searched.optimize_evidence(Loader()),
         lambda: LinearizedLaplace(mlp(), prior="single").fit([(x[:1], y[:1])]),
+        lambda: LinearizedLaplace(mlp(seed=rank()), prior="single").fit([(x, y)]),
+        lambda: shared(3 + rank(), str),
         lambda: tus.alignment.loss_barriers(Net(), states, loader, loss, points=3),
         lambda: discrepancy_test(*(Torn.open(path) for path in stores), permutations=1, generator=generator()),
     ]
@@ -299,5 +304,30 @@ def test_what_goes_wrong_in_one_process_is_raised_in_both(two: list[Found]) -> N
     assert all(line.startswith(("ElsewhereError: process 1", "RuntimeError: another process")) for line in told[:3])
     assert all(line == "OSError: the disk is gone" for line in said[:3])
     assert "too few samples for 2 processes" in told[3] + said[3] and "another process" in told[3] + said[3]
-    assert told[4:] == [f"ElsewhereError: process 1 failed: the {what} is gone" for what in ("loss", "store")]
-    assert said[4:] == [f"OSError: the {what} is gone" for what in ("loss", "store")]
+    assert "different weights" in told[4] and told[4] == said[4]
+    assert "different sizes, [3, 4]" in told[5] and told[5] == said[5]
+    assert told[6:] == [f"ElsewhereError: process 1 failed: the {what} is gone" for what in ("loss", "store")]
+    assert said[6:] == [f"OSError: the {what} is gone" for what in ("loss", "store")]
+
+
+SCRIPT = """
+import os, sys
+import torch
+from tu_symmetry.processes import gathered, rank, together
+
+with together():
+    gathered(None)
+    if rank() == 1:
+        os._exit(9)
+    gathered(torch.zeros(10**6))
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_ends_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([*torchrun, str(script)], env=environment, capture_output=True, timeout=120, check=False)
+    assert done.returncode != 0

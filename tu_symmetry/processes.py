@@ -112,9 +112,14 @@ def shared(
             progress(min(len(found) * count(), number))
 
     error = _caught(own)
-    every = gathered((found if error is None else [], _said(error)))
-    _raise_first([said for _, said in every], error)
-    parts = [iter(part) for part, _ in every]
+    every = gathered((found if error is None else [], _said(error), number))
+    _raise_first([said for _, said, _ in every], error)
+    if len({asked for _, _, asked in every}) > 1:
+        raise ValueError(
+            f"the processes share work of different sizes, {[asked for _, _, asked in every]}: within together() all "
+            "have to be given the same (files may differ, or random numbers that have no seed)"
+        )
+    parts = [iter(part) for part, _, _ in every]
     return [next(parts[owner]) for owner in owners]
 
 
@@ -150,6 +155,15 @@ def gathered(value: T) -> list[T]:
     own, heads = _Parcel.of(value), [_Parcel()] * count()
     torch.distributed.all_gather_object(heads, own.head())
     return [(own if place == rank() else head).sent(place) for place, head in enumerate(heads)]
+
+
+def require_alike(digest: Callable[[], str]) -> None:
+    """Raise a ValueError where processes that share work have different networks, by a digest of their weights."""
+    if count() > 1 and len(set(gathered(digest()))) > 1:
+        raise ValueError(
+            "the processes have networks of different weights, and within together() all have to be given the same: "
+            "load them from one file, or make them with one seed (torch.manual_seed)"
+        )
 
 
 def by_first(compute: Callable[[], T]) -> T:

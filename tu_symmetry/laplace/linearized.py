@@ -64,6 +64,7 @@ from tu_symmetry.laplace.tangent import (
     select_parameters,
 )
 from tu_symmetry.modules import uncompiled
+from tu_symmetry.processes import require_alike
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, SymmetryError, stack_states
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -194,6 +195,7 @@ class LinearizedLaplace(Brief):
         Warns:
             ReadElsewhereWarning: parameters that get an exact block, since Kronecker factors would miss a part.
         """
+        require_alike(self.tangent.fingerprint)
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
         device = self.tangent.point().device

@@ -52,8 +52,9 @@ def mean_discrepancy(sets: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
                 x, y = x.double(), y.double()
             yield torch.cat([x, y])
 
-    values = torch.zeros(len(sets), dtype=torch.float64, device=sets[0][0].device)
+    values = torch.zeros(len(sets), dtype=torch.float64, device="cpu")
     for k, distances in enumerate(all_distances(pooled())):
+        values = values.to(distances[0].device)
         if k % count() == rank():
             kernel = mean_kernel(distances, len(sets[k][0]))
             is_first = torch.arange(len(kernel), device=kernel.device) < len(sets[k][0])
