@@ -82,6 +82,7 @@ def _work(rank: int, count: int, quick: bool, folder: str) -> None:
 
 
 def _cases(quick: bool) -> Cases:
+    torch.manual_seed(0)  # the same networks in all processes
     number, width, images, size = (6, 8, 4, 8) if quick else (100, 256, 256, 32)
     model = nn.Sequential(
         nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
