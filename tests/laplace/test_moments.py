@@ -112,6 +112,7 @@ def test_the_decomposition_is_that_of_the_mean(conv: nn.Module | None, samples: 
     moments = InputMoments(MatrixLayer("layer", conv, shape, None, None), reduce=reduce)
     for batch in (x[:1], x[1:]):
         moments.add(batch)
+    moments.gather(x.device)
     values, basis = moments.decompose()
     eye = torch.eye(rows.shape[1], dtype=torch.float64).expand(len(rows), -1, -1)
     torch.testing.assert_close(basis.mT @ basis, eye, rtol=0, atol=1e-12)

@@ -152,6 +152,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "merge": lambda p: tus.merge(graph(), states(), net(), loader(), correction="repair"),
     "reestimate_batchnorm": lambda p: tus.reestimate_batchnorm(net(), states()[0], loader()),
     "loss_barrier": lambda p: tus.loss_barrier(net(), *states(), loader(), nn.functional.cross_entropy, points=3),
+    "loss_barriers": lambda p: tus.alignment.loss_barriers(
+        net(), states(), loader(), nn.functional.cross_entropy, points=3
+    ),
     "LinearizedLaplace": lambda p: used(tus.LinearizedLaplace(plain()).fit(loader())),
     "DualLaplace": lambda p: tus.laplace.DualLaplace(plain(), structured=[tus.laplace.IsotropicPrior(["0"])]),
     "LaplaceEnsemble": lambda p: tus.routines.LaplaceEnsemble(fitted().model, 2, laplace=fitted())(torch.zeros(2, 4)),

@@ -115,6 +115,7 @@ ONE: dict[str, Callable[[State], Any]] = {
     "mean_loss": lambda s: barrier.mean_loss(MODEL, s, loader(), F.cross_entropy),
     "loss_barrier": lambda s: tus.loss_barrier(MODEL, state(1), s, loader(), F.cross_entropy, points=3),
     "loss_barrier from": lambda s: tus.loss_barrier(MODEL, s, state(1), loader(), F.cross_entropy, points=3),
+    "loss_barriers": lambda s: tus.alignment.loss_barriers(MODEL, [state(1), s], loader(), F.cross_entropy, points=3),
     "mean_state": lambda s: tus.mean_state([state(1), s]),
     "average": lambda s: tus.alignment.average([state(1), s]),
     "correct": lambda s: tus.alignment.correct(MODEL, [state(1), s], [0.5, 0.5], state(2), loader(), "repair"),

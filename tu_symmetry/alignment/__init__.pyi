@@ -3,6 +3,7 @@ from .balance import BalancedForm as BalancedForm
 from .balance import balanced as balanced
 from .balance import canonical_linear as canonical_linear
 from .barrier import LossBarrier as LossBarrier
+from .barrier import loss_barriers as loss_barriers
 from .barrier import measure as measure
 from .matching import Matching as Matching
 from .merging import Merged as Merged

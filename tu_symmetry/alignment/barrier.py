@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tu_symmetry.evaluation import evaluating, forward, labeled_batches, on_device, reusable
+from tu_symmetry.processes import shared
 from tu_symmetry.states import State, as_given, check_number, require_alike, require_state
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
@@ -131,6 +133,39 @@ def loss_barrier(
     losses = [math.inf if math.isnan(value) else value for value in losses]  # it overflowed on the path
     curve = torch.tensor(losses, dtype=torch.float64, device="cpu")
     return LossBarrier(float(chord_excess(curve)), ratios, losses)
+
+
+@leaves_randomness
+def loss_barriers(
+    model: nn.Module,
+    states: Sequence[Mapping[str, Tensor]],
+    dataloader: Iterable[Any],
+    loss: Loss,
+    *,
+    pairs: Sequence[tuple[int, int]] | None = None,
+    **options: Any,
+) -> dict[tuple[int, int], LossBarrier]:
+    """:func:`loss_barrier` between all pairs of networks ``(i, j)`` with ``i < j``, or between some.
+
+    Processes that work :func:`~tu_symmetry.processes.together` each take a share of the pairs; a loader has to give
+    them the same batches in the same order.
+
+    Args:
+        model: the architecture.
+        states: the networks, such as a list or a ``StateSource``, which reads two at a time.
+        dataloader: batches ``(inputs, targets)``.
+        loss: of outputs and targets, a mean over the batch.
+        pairs: places of networks; None for all pairs.
+        options: ``points`` and ``merge`` of :func:`loss_barrier`.
+    """
+    chosen = list(combinations(range(len(states)), 2)) if pairs is None else list(pairs)
+    batches = reusable(dataloader)
+
+    def barrier(k: int) -> LossBarrier:
+        first, second = (states[place] for place in chosen[k])
+        return loss_barrier(model, first, second, batches, loss, **options)
+
+    return dict(zip(chosen, shared(len(chosen), barrier), strict=True))
 
 
 def chord_excess(losses: Tensor) -> Tensor:

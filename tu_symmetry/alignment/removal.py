@@ -11,6 +11,7 @@ from torch import Tensor
 from tu_symmetry.alignment.gram import units_first
 from tu_symmetry.alignment.matching import weight_matching
 from tu_symmetry.alignment.signed import signed_matching
+from tu_symmetry.processes import shared
 from tu_symmetry.scaling.canonical import Method, canonicalize
 from tu_symmetry.scaling.signs import canonical_signs
 from tu_symmetry.states import as_given, sample_count
@@ -47,6 +48,8 @@ def remove_symmetries(
         certify: measure that the outputs of each network stay the same. Where the graph holds no network to run, an
             :class:`~tu_symmetry.symmetry.certificate.UncertifiedWarning` says so.
 
+    Processes that work :func:`~tu_symmetry.processes.together` each take a share of a stack.
+
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights; outputs that changed by more than
             rounding explains.
@@ -58,23 +61,29 @@ def remove_symmetries(
         raise ValueError(f"remove_symmetries takes a state or a stack of states; this one has {lead} sample axes")
     target = None if reference is None else _scaled(graph, reference, scale)[1]
 
-    def representative(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    name = "remove_symmetries"
+
+    def representative(given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
         current = _scaled(graph, given, scale)[1]
         if signs and target is not None:
             current = signed_tensors(graph, signed_matching(graph, target, current).element, current)
         else:
             current = sign_tensors(graph, canonical_signs(graph, current), current) if signs else current
             current = permute_tensors(graph, _ordering(graph, current, target), current)
-        name = "remove_symmetries"
         _, reason = measured(graph, given, current, name, wanted=certify, rounded=scale is not None or signs)
-        if reason and certify:
-            warnings.warn(f"{name} is not certified: {reason}", UncertifiedWarning, stacklevel=3)
-        return current
+        return current, reason
 
+    def sample(i: int) -> tuple[dict[str, Tensor], str | None]:
+        return representative({name: t[i] for name, t in state.items()})
+
+    found = shared(sample_count(state), sample) if lead else [representative(state)]
+    reason = next((reason for _, reason in found if reason), None)
+    if reason and certify:
+        warnings.warn(f"{name} is not certified: {reason}", UncertifiedWarning, stacklevel=2)
     if not lead:
-        return representative(state)
-    samples = [representative({name: t[i] for name, t in state.items()}) for i in range(sample_count(state))]
-    return as_given(state, {name: torch.stack([s[name] for s in samples]) for name in state})
+        return found[0][0]
+    every = {name: torch.stack([current[name].to(t.device) for current, _ in found]) for name, t in state.items()}
+    return as_given(state, every)
 
 
 def removal_element(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce, batches, together
+from tu_symmetry.laplace.data import all_reduce, own_batches, together
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.function_posterior import tempered_predictives
 
@@ -82,7 +82,7 @@ def judge(
     nll: list[Tensor] = []
     observations: list[Tensor] = []
     with together(device):
-        for inputs, targets in batches(loader, device):
+        for inputs, targets in own_batches(loader, device):
             outputs, found = tempered_predictives(fitted, inputs, candidates, **options)
             observed = likelihood.observed(outputs, targets)
             count = len(observed)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import (
@@ -23,7 +24,7 @@ from tu_symmetry.laplace.blocks import (
     decompose,
     decompose_rows,
 )
-from tu_symmetry.laplace.data import all_reduce, batches, count_of, processes, together
+from tu_symmetry.laplace.data import all_reduce, count_of, own_batches, placed, together
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.hooks import find_layers, watching
 from tu_symmetry.laplace.inputs import batch_size, rows_of
@@ -32,6 +33,7 @@ from tu_symmetry.laplace.likelihood import Directions, FisherType, Likelihood
 from tu_symmetry.laplace.patches import ShiftedGrams, gram
 from tu_symmetry.laplace.tangent import LastLayerModel, Slot, TangentModel, evaluating
 from tu_symmetry.memory import require_memory
+from tu_symmetry.processes import shared, sharing
 
 Curvature = Literal["kfac", "full", "diag", "last_layer"]
 KfacApprox = Literal["expand", "reduce"]
@@ -104,7 +106,9 @@ def fit_curvature(
         ) as watch,
         together(device),
     ):
-        for number, (inputs, targets) in enumerate(batches(loader if first_pass is None else first_pass, device), 1):
+        for number, (inputs, targets) in enumerate(
+            own_batches(loader if first_pass is None else first_pass, device), 1
+        ):
             count = batch_size(inputs)
             if last is not None:  # no pass backward: gradients of its outputs are those of the network's
                 features, outputs = last.features(inputs)
@@ -132,11 +136,17 @@ def fit_curvature(
             if progress is not None:
                 samples = round(float(totals[1]))
                 progress({"stage": "curvature", "batch": number, "batches": count_of(loader), "samples": samples})
-    totals = totals.to(device)
+    totals, largest = totals.to(device), torch.tensor([found.outputs, found.positions], device=device)
     all_reduce(totals)
+    all_reduce(largest, of=dist.ReduceOp.MAX)
+    found.outputs, found.positions = largest.tolist()
     found.loss, found.samples = float(totals[0]), round(float(totals[1]))
-    blocks = [block for own in factors.values() for block in own.blocks(tangent, groups)]
-    return sorted([*blocks, *exact.blocks(tangent, groups)], key=lambda b: b.start), found
+    sums: list[_Sums] = [*factors.values(), exact]
+    for own in sums:
+        own.gather(device)
+    with sharing():  # a decomposition is one process's
+        made = shared(len(sums), lambda k: sums[k].blocks(tangent, groups), costs=[own.cost() for own in sums])
+    return sorted((block.on(device) for some in made for block in some), key=lambda b: b.start), found
 
 
 def form_of(tangent: TangentModel, options: Options) -> Literal["kfac", "full", "diag"]:
@@ -199,8 +209,17 @@ class _Sums:
         dense = vectors.shape[-1] <= self.dense_limit
         self.add(key, vectors.mT @ vectors if dense else vectors.square().sum(0))
 
-    def reduce_all(self) -> None:
+    def gather(self, device: torch.device) -> None:
+        """Add up what all processes have seen."""
         all_reduce(*(self.found[key] for key in sorted(self.found)))
+
+    def cost(self) -> float:
+        """Of the decompositions, in arbitrary units."""
+        return sum(float(own[..., 0].numel() * own.shape[-1] ** 2) for own in self.found.values() if own.ndim > 1)
+
+    def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
+        """The curvature of its parameters, decomposed."""
+        raise NotImplementedError
 
 
 class _Factors(_Sums):
@@ -261,8 +280,15 @@ class _Factors(_Sums):
             for part in _chunks(len(gradient), layer.weight.size):
                 self.add_moments("weight", layer.weight_gradient(self.rows[part], gradient[part]))
 
+    def gather(self, device: torch.device) -> None:
+        super().gather(device)
+        if self.inputs is not None:
+            self.inputs.gather(device)
+
+    def cost(self) -> float:
+        return super().cost() + (0.0 if self.inputs is None else self.inputs.cost())
+
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        self.reduce_all()
         found: list[Block] = []
         for part, key in ((self.layer.weight, "weight"), (self.layer.bias, "bias")):
             if part is None:
@@ -301,7 +327,6 @@ class _Exact(_Sums):
                     self.add_moments(name, found[:, slot.start : slot.stop])
 
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
-        self.reduce_all()
         if not self.together:
             found = self.found.items()
             return [_of_vectors(name, tangent.slots[name].start, groups.of[name], own) for name, own in found]
@@ -353,15 +378,32 @@ class InputMoments:
         if kept:
             self._add(gram(torch.cat(kept, dim=1)))
 
-    def decompose(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues ``[groups, features]`` and eigenvectors of the mean, over all processes."""
-        if processes() > 1:
+    def gather(self, device: torch.device) -> None:
+        """Count in what all processes have seen: their rows, as long as these are few."""
+        start, total = placed(self.count, device)
+        if self._rows is not None and 2 * total <= self.layer.features:
+            rows = torch.cat(self._rows, dim=1)
+            if total > self.count:
+                every = rows.new_zeros(len(rows), total, rows.shape[2])
+                every[:, start : start + self.count] = rows
+                all_reduce(every)
+                rows = every
+            self._rows = [rows]
+        else:
             self._release()
+            if self._shifted is not None:
+                self._add(self._shifted.total())
+            assert self._matrix is not None
+            all_reduce(self._matrix)
+        self.count, self._shifted = total, None
+
+    def cost(self) -> float:
+        """Of the decomposition, in the units of :meth:`_Sums.cost`."""
+        return self.layer.groups * float(self.layer.features) ** 3 / (1 if self._rows is None else 8)
+
+    def decompose(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues ``[groups, features]`` and eigenvectors of the mean over what was gathered."""
         if self._rows is not None:
-            return decompose_rows(torch.cat(self._rows, dim=1) / self.count**0.5)
-        if self._shifted is not None:
-            self._add(self._shifted.total())
+            return decompose_rows(self._rows[0] / self.count**0.5)
         assert self._matrix is not None
-        count = torch.tensor(float(self.count), dtype=torch.float64, device=self._matrix.device)
-        all_reduce(count, self._matrix)
-        return decompose(self._matrix / count.item())
+        return decompose(self._matrix / self.count)

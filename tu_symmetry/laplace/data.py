@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -11,24 +11,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tu_symmetry.laplace.inputs import batch_size, inputs_and_targets, mapped, ordinary
+from tu_symmetry.laplace.inputs import batch_size, inputs_and_targets, mapped, ordinary, rows_of, tensors_in
+from tu_symmetry.processes import adding, count, rank, shared
 
 
 def batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
     """Inputs and targets on the device, batch by batch; a ``ValueError`` for a loader without samples."""
-    empty = True
+    return _parts(loader, device, 0, 1)
+
+
+def own_batches(loader: Iterable[Any], device: torch.device) -> Iterator[tuple[Any, Tensor]]:
+    """:func:`batches`; of processes that work together, and have one loader, each takes its rows of every batch."""
+    return _parts(loader, device, rank(), count())
+
+
+def _parts(loader: Iterable[Any], device: torch.device, place: int, places: int) -> Iterator[tuple[Any, Tensor]]:
+    seen = empty = 0
     for batch in loader:
         own, targets = inputs_and_targets(batch)
-        inputs = mapped(lambda tensor: tensor.to(device), ordinary(own))
-        if batch_size(inputs) == 0:
+        own, targets, size = ordinary(own), ordinary(targets), batch_size(own)
+        if size == 0:
             continue
-        empty = False
-        yield inputs, ordinary(targets).to(device)
-    if empty:
+        if places > 1:
+            rows = _rows(size, (place + seen) % places, places)  # of the smallest batches each gets some in turn
+            own, targets = rows_of(own, rows), targets[rows]
+        seen += 1
+        if batch_size(own) == 0:
+            empty += 1
+            continue
+        yield mapped(lambda tensor: tensor.to(device), own), targets.to(device)
+    if not seen:
         raise ValueError(
             "the loader gave no samples: an empty data set, drop_last with fewer samples than one batch, or a "
             "generator that was read before (pass what can be iterated several times, such as a DataLoader)"
         )
+    if seen == empty:
+        raise ValueError(f"the loader gave too few samples for {places} processes to share: take fewer processes")
+
+
+def _rows(size: int, place: int, places: int) -> slice:
+    return slice(size * place // places, size * (place + 1) // places)
+
+
+def by_rows(inputs: Any, compute: Callable[[Any], Any], axis: int = 0) -> Any:
+    """``compute(inputs)``, whose results have the batch along an axis; processes that work together share the rows."""
+    places, size = count(), batch_size(inputs)
+    if places == 1 or size < places:
+        return compute(inputs)
+    device = tensors_in(inputs)[0].device
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.to(device) for part in parts], axis)
+
+    parts = shared(places, lambda k: compute(rows_of(inputs, _rows(size, k, places))))
+    if isinstance(parts[0], tuple):
+        return getattr(type(parts[0]), "_make", tuple)(map(joined, zip(*parts, strict=True)))
+    return joined(parts)
 
 
 def opened(loader: Iterable[Any], device: torch.device) -> tuple[Any, Iterator[Any]]:
@@ -52,16 +90,19 @@ def count_of(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def processes() -> int:
-    """Number of processes that share the work; 1 without an initialized process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def all_reduce(*tensors: Tensor, of: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    """Sum tensors over all processes that add up, in place, or take the largest."""
+    for tensor in tensors if adding() > 1 else ():
+        dist.all_reduce(tensor, of)
 
 
-def all_reduce(*tensors: Tensor) -> None:
-    """Sum tensors over all processes, in place; nothing happens without an initialized process group."""
-    if processes() > 1:
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+def placed(number: int, device: torch.device) -> tuple[int, int]:
+    """Where so many rows of this process begin among those of all that add up, and how many these are."""
+    counts = torch.zeros(adding(), dtype=torch.int64, device=device)
+    place = dist.get_rank() if adding() > 1 else 0
+    counts[place] = number
+    all_reduce(counts)
+    return int(counts[:place].sum()), int(counts.sum())
 
 
 @contextmanager

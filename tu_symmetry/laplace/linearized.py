@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
@@ -30,7 +30,7 @@ from tu_symmetry.laplace.curvature import (
     Summary,
     fit_curvature,
 )
-from tu_symmetry.laplace.data import all_reduce, opened, together
+from tu_symmetry.laplace.data import all_reduce, by_rows, opened, together
 from tu_symmetry.laplace.determinants import FLAT, Hyperprior
 from tu_symmetry.laplace.fitted import FittedCurvature, FittedLaplace
 from tu_symmetry.laplace.function_posterior import Covariance, in_own_shape, tempered_predictives
@@ -64,6 +64,7 @@ from tu_symmetry.laplace.tangent import (
     select_parameters,
 )
 from tu_symmetry.modules import uncompiled
+from tu_symmetry.processes import require_alike
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, SymmetryError, stack_states
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -176,7 +177,8 @@ class LinearizedLaplace(Brief):
         """Accumulate the curvature over the training data.
 
         Pass the data the network was trained on, without augmentation. With an initialized process group every process
-        passes its own share, and all get the same result.
+        passes its own share, and all get the same result; those that work :func:`~tu_symmetry.processes.together` pass
+        the same loader, of whose batches each takes its rows.
 
         Args:
             train_loader: batches ``(inputs, targets)``, where inputs are a tensor, a tuple of positional arguments, or
@@ -193,6 +195,7 @@ class LinearizedLaplace(Brief):
         Warns:
             ReadElsewhereWarning: parameters that get an exact block, since Kronecker factors would miss a part.
         """
+        require_alike(self.tangent.fingerprint)
         select_parameters(self.model, list(self.tangent.names))  # finite weights
         require_weights(self.model, self.tangent.names)
         device = self.tangent.point().device
@@ -461,14 +464,21 @@ class LinearizedLaplace(Brief):
 
         Positions and outputs are flattened to one axis in the covariances.
         """
-        outputs, matrix = function_posterior.function_covariance(self.fitted, self._on_device(inputs))
+        fitted = self.fitted
+        covariance = partial(function_posterior.function_covariance, fitted)
+        outputs, matrix = by_rows(self._on_device(inputs), covariance)
         return outputs, self.temperature * matrix
 
     @_apart
     def function_samples(self, inputs: Any, num_samples: int = 100, *, seed: int = 0) -> Tensor:
         """Samples of the outputs ``[samples, *outputs.shape]``, joint over all inputs and calls with the same seed."""
-        inputs = self._on_device(inputs)
-        return in_own_shape(self.fitted, inputs, self._samples(inputs, num_samples, seed))
+
+        def samples(own: Any) -> Tensor:
+            found: Tensor = in_own_shape(self.fitted, own, self._samples(own, num_samples, seed))
+            return found
+
+        found: Tensor = by_rows(self._on_device(inputs), samples, axis=1)
+        return found
 
     @_apart
     def predictive(
@@ -503,14 +513,18 @@ class LinearizedLaplace(Brief):
         check_link_approx(link_approx)
         if covariance not in get_args(Covariance):
             raise ValueError(f"covariance={covariance!r} is not known; choose 'auto', 'exact' or 'samples'")
-        if joint:
-            scale = 1.0 if fitted.likelihood.noisy else fitted.sharpness
-            found = fitted.likelihood.of_function(scale * self._samples(inputs, num_samples, seed))
-            return in_own_shape(fitted, inputs, found)
         options: dict[str, Any] = {"num_samples": num_samples, "covariance": covariance, "seed": seed}
         chosen = [(fitted.temperature, fitted.sharpness)]
-        _, (found,) = tempered_predictives(fitted, inputs, chosen, link_approx=link_approx, **options)
-        return in_own_shape(fitted, inputs, found)
+
+        def found(own: Any) -> Any:
+            if joint:
+                scale = 1.0 if fitted.likelihood.noisy else fitted.sharpness
+                predicted = fitted.likelihood.of_function(scale * self._samples(own, num_samples, seed))
+            else:
+                _, (predicted,) = tempered_predictives(fitted, own, chosen, link_approx=link_approx, **options)
+            return in_own_shape(fitted, own, predicted)
+
+        return by_rows(inputs, found, axis=1 if joint else 0)
 
     def __call__(self, inputs: Any, **options: Any) -> Any:
         """The posterior :meth:`predictive`."""
@@ -541,9 +555,13 @@ class LinearizedLaplace(Brief):
             ``[batch]`` (``[batch, positions]`` of several), of a regression the variance of the function, ``[batch]``:
             the mean over outputs.
         """
-        batch = self._on_device(inputs)
-        outputs, changes = function_posterior.function_samples(self.fitted, batch, num_samples, seed)
-        return self.fitted.likelihood.disagreement(outputs + changes)
+
+        def found(own: Any) -> Tensor:
+            outputs, changes = function_posterior.function_samples(self.fitted, own, num_samples, seed)
+            return self.fitted.likelihood.disagreement(outputs + changes)
+
+        disagreement: Tensor = by_rows(self._on_device(inputs), found)
+        return disagreement
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write curvature, precisions and ``theta*`` to a safetensors file; the network's weights are not in it."""

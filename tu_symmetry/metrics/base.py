@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
+
+from tu_symmetry.processes import count
 
 _DTYPES = (torch.uint8, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -20,14 +23,14 @@ class BaseMetric(Metric):
 
     A ``MetricCollection`` never lets it share states with another metric. Sums stay in double precision, whatever the
     precision of inputs or of the network that holds the metric. A call that fails leaves it as it was. Processes may
-    hold no rows at all.
+    hold no rows at all; those that work :func:`~tu_symmetry.processes.together` are taken to hold the same.
     """
 
     is_differentiable = False
     full_state_update = False
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(**{"distributed_available_fn": _differ, **kwargs})
         # torchmetrics shares states that are equal after a first batch, and NaN equals nothing
         self.add_state("apart", default=torch.tensor(torch.nan), dist_reduce_fx="max")
 
@@ -74,6 +77,11 @@ class BaseMetric(Metric):
                 empty = torch.empty(0, next(iter(kinds))[1], device=self.device)
                 setattr(self, name, [(empty if own is None else own).to(dtype)])
         super()._sync_dist(dist_sync_fn, process_group)
+
+
+def _differ() -> bool:
+    """Whether other processes have seen other rows: those that work together have all seen all."""
+    return count() == 1 and bool(jit_distributed_available())
 
 
 class AverageMetric(BaseMetric):

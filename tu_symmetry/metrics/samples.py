@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -12,11 +13,12 @@ from tu_symmetry.metrics.base import BaseMetric, read, stacked, written
 from tu_symmetry.metrics.functional.discrepancy import (
     Removal,
     RemovalName,
-    maximum_mean_discrepancy,
+    mean_discrepancy,
     removal,
     weight_vectors,
 )
 from tu_symmetry.metrics.functional.homogeneity import HomogeneityTest, marginal_homogeneity, unit_samples
+from tu_symmetry.processes import sharing
 from tu_symmetry.states import States, SymmetryError, as_stack, require_state
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
@@ -74,7 +76,8 @@ class MaximumMeanDiscrepancy(BaseMetric):
                 raise ValueError(f"no {name} so far: call update(states, reference={name == 'reference'})")
         widths = list(read(self.layout)["widths"].values())
         sets = (stacked(rows).split(widths, dim=1) for rows in (self.samples, self.reference))
-        return torch.stack([maximum_mean_discrepancy(own, other) for own, other in zip(*sets, strict=True)]).mean()
+        with sharing() if self._is_synced and self.process_group is None else nullcontext():
+            return mean_discrepancy(list(zip(*sets, strict=True)))
 
 
 class MarginalHomogeneity(BaseMetric):

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce, batches, processes, together
+from tu_symmetry.laplace.data import all_reduce, own_batches, together
 from tu_symmetry.laplace.inputs import batch_size, joined, mapped, rows_of, structure, tensors_in
 from tu_symmetry.laplace.likelihood import Likelihood
 from tu_symmetry.laplace.tangent import Linearization, TangentModel
+from tu_symmetry.processes import adding
 
 BUDGET = 2 << 30  # bytes, of data and linearizations
 _CHUNK = 256 << 20  # bytes that the network keeps for the backward pass of one chunk
@@ -40,25 +41,27 @@ class TrainingData:
         self.outputs: list[Tensor] = []
         self._linear: list[Linearization | None] = []
         with together(device):
-            read = list(batches(loader, device))
-        size = sum(t.numel() * t.element_size() for pair in read for own in pair for t in tensors_in(own))
-        first = rows_of(read[0][0], slice(0, 8))
-        each = max(1.0, _saved(tangent, first) / batch_size(first))
-        affordable = int((budget - size) / (_COPIES * each))
-        rows = max(1, int(_CHUNK / each)) if affordable > 0 and tangent.joins else 0
-        for inputs, targets in _joined(read, rows):
-            affords = affordable >= batch_size(inputs) or not tangent.joins  # what is not joined is linearized already
-            affordable -= batch_size(inputs) if affords else 0
-            own = tangent.linearize(inputs) if affords else None
-            outputs = tangent.outputs(inputs) if own is None else own.outputs
-            self.chunks.append(inputs)
-            self._linear.append(own)
-            self.outputs.append(outputs)
-            self.targets.append(likelihood.targets(outputs, targets))
+            read = list(own_batches(loader, device))
+            size = sum(t.numel() * t.element_size() for pair in read for own in pair for t in tensors_in(own))
+            first = rows_of(read[0][0], slice(0, 8))
+            each = max(1.0, _saved(tangent, first) / batch_size(first))
+            affordable = int((budget - size) / (_COPIES * each))
+            rows = max(1, int(_CHUNK / each)) if affordable > 0 and tangent.joins else 0
+            for inputs, targets in _joined(read, rows):
+                affords = (
+                    affordable >= batch_size(inputs) or not tangent.joins
+                )  # what is not joined is linearized already
+                affordable -= batch_size(inputs) if affords else 0
+                own = tangent.linearize(inputs) if affords else None
+                outputs = tangent.outputs(inputs) if own is None else own.outputs
+                self.chunks.append(inputs)
+                self._linear.append(own)
+                self.outputs.append(outputs)
+                self.targets.append(likelihood.targets(outputs, targets))
         self.entries = sum(o.numel() for o in self.outputs)
         own_samples = float(sum(len(o) for o in self.outputs))
         kept = sum(own is not None for own in self._linear)
-        counts = torch.tensor([own_samples, kept, size / processes()], dtype=torch.float64, device=device)
+        counts = torch.tensor([own_samples, kept, size / adding()], dtype=torch.float64, device=device)
         all_reduce(counts)
         self.samples, self.kept, self.size = (round(float(count)) for count in counts)
 

@@ -14,12 +14,13 @@ import torch
 from scipy.optimize import minimize
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce, processes
+from tu_symmetry.laplace.data import all_reduce, placed
 from tu_symmetry.laplace.definite import cholesky_of_one_plus
 from tu_symmetry.laplace.groups import PriorGroups
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.joint.data import TrainingData
 from tu_symmetry.laplace.tangent import normal
+from tu_symmetry.processes import adding
 from tu_symmetry.transfer import moved
 
 MOST_ROWS = 2048
@@ -71,7 +72,7 @@ def choose(data: TrainingData, linear: Sequence[Tensor], most: int) -> Chosen:
     """The longest columns of the roots of the output Hessians, of several processes equally many in each."""
     squares = [[root.double().square().sum(-1) for _, root in pieces] for pieces in _pieces(data, linear)]
     flat = torch.cat([own.flatten() for pieces in squares for own in pieces])
-    order = flat.argsort(descending=True, stable=True)[: most // processes()]
+    order = flat.argsort(descending=True, stable=True)[: most // adding()]
     order = order[flat[order] > 0]
     counts = flat.new_tensor([len(order), len(flat)])
     sums = torch.stack([flat[order].sum(), flat.sum()])
@@ -172,12 +173,8 @@ class Informative:
 def _gathered(data: TrainingData, linear: Sequence[Tensor], chosen: Chosen) -> Tensor:
     """The chosen rows of ``R^T J`` of all processes, ``[rows, weights]``."""
     size = data.tangent.point().numel()
-    counts = torch.zeros(processes(), dtype=torch.int64, device=linear[0].device)
-    rank = torch.distributed.get_rank() if processes() > 1 else 0
-    counts[rank] = sum(int(mask.sum()) for masks in chosen.masks for mask in masks)
-    all_reduce(counts)
-    rows = linear[0].new_zeros(int(counts.sum()), size)
-    at = int(counts[:rank].sum())
+    at, total = placed(sum(int(mask.sum()) for masks in chosen.masks for mask in masks), linear[0].device)
+    rows = linear[0].new_zeros(total, size)
     each = max(1, min(_SAMPLES, _ENTRIES // max(1, size)))
     for inputs, masks, pieces in zip(data.chunks, chosen.masks, _pieces(data, linear), strict=True):
         for mask, (part, root) in zip(masks, pieces, strict=True):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tu_symmetry.laplace.data import all_reduce, processes
+from tu_symmetry.laplace.data import all_reduce
 from tu_symmetry.laplace.determinants import Hyperprior
 from tu_symmetry.laplace.fitted import FittedLaplace
 from tu_symmetry.laplace.joint.data import BUDGET, TrainingData
@@ -22,6 +22,7 @@ from tu_symmetry.laplace.joint.search import joint_optimum
 from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.laplace.tangent import evaluating
 from tu_symmetry.memory import free_memory
+from tu_symmetry.processes import adding
 
 _DIRECTIONS = 1000
 
@@ -102,7 +103,7 @@ def _memory(theta: Tensor) -> int:
         return BUDGET
     free = torch.tensor(float(free_memory(theta.device)), dtype=torch.float64, device=theta.device)
     all_reduce(free)  # of several processes the mean: all have to go the same way
-    each = float(free) / processes() if theta.is_cuda else float(free) / processes() ** 2
+    each = float(free) / adding() if theta.is_cuda else float(free) / adding() ** 2
     return max(BUDGET, min(2 * rows, BUDGET + rows, int(each / 2)))
 
 

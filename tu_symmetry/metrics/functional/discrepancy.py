@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.removal import removal_element, remove_symmetries
+from tu_symmetry.processes import add_up, count, dealt, in_step, rank
 from tu_symmetry.scaling.canonical import Method
 from tu_symmetry.states import States, SymmetryError, as_stack, check_tensor, require_state
 from tu_symmetry.symmetry.action import largest_entry
@@ -37,12 +39,28 @@ def maximum_mean_discrepancy(x: Tensor, y: Tensor) -> Tensor:
     Laws: symmetric in ``x`` and ``y``; unchanged when samples or coordinates are permuted, when both sets are
     translated, and, as long as the bandwidths' floors do not act, when both are scaled.
     """
-    x, y = checked_samples(x, y)
-    if max(largest_entry(x), largest_entry(y)) > 1e12:  # single precision does not hold the squares of distances
-        x, y = x.double(), y.double()
-    kernel = mean_kernel(both_distances(torch.cat([x, y])), len(x))
-    is_first = torch.arange(len(kernel), device=kernel.device) < len(x)
-    return u_statistics(kernel, torch.stack([is_first, ~is_first], dim=1).to(kernel))[0]
+    return mean_discrepancy([(x, y)])
+
+
+def mean_discrepancy(sets: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The mean of :func:`maximum_mean_discrepancy` over pairs of sets, one for each tensor of a network."""
+
+    def pooled() -> Iterator[Tensor]:
+        for x, y in sets:
+            x, y = checked_samples(x, y)
+            if max(largest_entry(x), largest_entry(y)) > 1e12:  # its squares are too large for single precision
+                x, y = x.double(), y.double()
+            yield torch.cat([x, y])
+
+    values = torch.zeros(len(sets), dtype=torch.float64, device="cpu")
+    for k, distances in enumerate(all_distances(pooled())):
+        values = values.to(distances[0].device)
+        if k % count() == rank():
+            kernel = mean_kernel(distances, len(sets[k][0]))
+            is_first = torch.arange(len(kernel), device=kernel.device) < len(sets[k][0])
+            values[k] = u_statistics(kernel, torch.stack([is_first, ~is_first], dim=1).to(kernel))[0]
+    add_up(values)
+    return values.mean()
 
 
 def network_discrepancy(
@@ -60,7 +78,7 @@ def network_discrepancy(
     """
     a, b = (weight_vectors(s, graph=graph, removed=removed) for s in (x, y))
     require_same_names(a, b)
-    return torch.stack([maximum_mean_discrepancy(vectors, b[name]) for name, vectors in a.items()]).mean()
+    return mean_discrepancy([(vectors, b[name]) for name, vectors in a.items()])
 
 
 def require_same_names(a: Collection[str], b: Collection[str]) -> None:
@@ -146,6 +164,30 @@ def _bandwidths(between: Tensor) -> Tensor:
     return smallest / 2 * (4 * largest / smallest) ** exponents
 
 
+def all_distances(sets: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """:func:`both_distances` of each set. Of several processes each computes its share of so many sets at a time."""
+    every = iter(sets)
+    while some := list(islice(every, count())):
+        for x, sums in zip(some, _shared_sums(some), strict=True):
+            yield _square(x, sums[0], 1), _square(x, sums[1], 2)
+
+
+def _shared_sums(sets: Sequence[Tensor]) -> list[Tensor]:
+    """For each set the sums ``(2, pairs)`` of which L1 and L2 distances are made, of all processes."""
+    sums = [x.new_zeros(2, len(x) * (len(x) - 1) // 2, dtype=torch.float64) for x in sets]
+    work = [(k, power, piece) for k, x in enumerate(sets) for power in (1, 2) for piece in _pieces(x)]
+    owners = dealt([len(piece) ** 2 * piece.shape[1] for _, _, piece in work])
+
+    def add() -> None:
+        for (k, power, piece), owner in zip(work, owners, strict=True):
+            if owner == rank():
+                sums[k][power - 1] += _summands(sets[k], piece, power)
+
+    in_step(add)
+    add_up(*sums)
+    return sums
+
+
 def both_distances(x: Tensor) -> tuple[Tensor, Tensor]:
     """L1 and L2 distances between all rows of a set, as :func:`pairwise_distances` gives them."""
     return pairwise_distances(x, 1), pairwise_distances(x, 2)
@@ -156,14 +198,28 @@ def pairwise_distances(x: Tensor, power: int) -> Tensor:
 
     ``pdist`` takes each pair once, and is several times as fast for a pair as ``cdist``, also between two sets.
     """
+    first, *others = _pieces(x)
+    sums = _summands(x, first, power)
+    for piece in others:
+        sums += _summands(x, piece, power)
+    return _square(x, sums, power)
+
+
+def _pieces(x: Tensor) -> Sequence[Tensor]:
+    """Columns that stay in the cache; long rows would be read from memory again for every pair."""
+    return x.split(_PIECE[x.device.type], dim=1)
+
+
+def _summands(x: Tensor, piece: Tensor, power: int) -> Tensor:
+    """The distances of all pairs where the piece is the whole set, else their powers, which add up; float64."""
+    pairs = torch.pdist(piece.contiguous(), p=float(power)).double()
+    return pairs if piece.shape == x.shape else pairs.pow_(power)
+
+
+def _square(x: Tensor, sums: Tensor, power: int) -> Tensor:
+    """The distances ``(N, N)`` that were added up for all pairs."""
     count = len(x)
-    if x.shape[1] <= _PIECE[x.device.type]:
-        pairs = torch.pdist(x, p=float(power)).double()
-    else:  # pieces of rows stay in the cache; long rows would be read from memory again for every pair
-        sums = torch.zeros(count * (count - 1) // 2, dtype=torch.float64, device=x.device)
-        for columns in x.split(_PIECE[x.device.type], dim=1):
-            sums += torch.pdist(columns.contiguous(), p=float(power)).double().pow_(power)
-        pairs = sums.pow_(1 / power)
+    pairs = sums if len(_pieces(x)) == 1 else sums.pow_(1 / power)
     above = torch.ones(count, count, dtype=torch.bool, device=x.device).triu_(1)  # row by row, as pdist's pairs are
     upper = torch.zeros(count, count, dtype=torch.float64, device=x.device).masked_scatter(above, pairs)
     return upper + upper.T

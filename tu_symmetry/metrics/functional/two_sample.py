@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 from tu_symmetry.metrics.functional.discrepancy import (
     BANDWIDTHS,
     KERNELS,
+    all_distances,
     both_distances,
     mean_kernel,
     removal,
@@ -25,6 +28,7 @@ from tu_symmetry.metrics.functional.discrepancy import (
     weight_vectors,
 )
 from tu_symmetry.metrics.functional.resampling import p_value, percentile_interval
+from tu_symmetry.processes import add_up, by_first, count, in_step, rank, shared
 from tu_symmetry.states import States, SymmetryError, require_state
 from tu_symmetry.symmetry.action import permute_tensors, scale_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -114,16 +118,19 @@ def vectors_test(x: Mapping[str, Tensor], y: Mapping[str, Tensor], **options: An
     the estimate, not its mean, depends on the sizes. ``groups`` has for each set the number of the run that each
     network comes from: the interval then draws whole runs, and pairs of two draws of one run count nothing.
     """
+    finite: dict[str, Tensor] = {}
 
-    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        finite: dict[str, Tensor] = {}
+    def pooled(keep_x: Tensor, keep_y: Tensor) -> Iterator[Tensor]:
         for name, own in x.items():
             if own.shape[1:] != y[name].shape[1:]:
                 raise ValueError(f"{name!r} has {own.shape[1]} features in one set and {y[name].shape[1]} in the other")
             dtype = torch.promote_types(torch.promote_types(own.dtype, y[name].dtype), torch.float32)
-            pooled = torch.cat([own.to(dtype)[keep_x], y[name].to(own.device, dtype)[keep_y]])
-            finite[name] = torch.isfinite(pooled).all()
-            yield both_distances(pooled)
+            both = torch.cat([own.to(dtype)[keep_x], y[name].to(own.device, dtype)[keep_y]])
+            finite[name] = torch.isfinite(both).all()
+            yield both
+
+    def parts(keep_x: Tensor, keep_y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from all_distances(pooled(keep_x, keep_y))
         for name, flag in zip(finite, numbers(list(finite.values())), strict=True):
             if not flag:
                 raise ValueError(f"{name!r} holds NaN or infinite values: a network has diverged")
@@ -172,7 +179,7 @@ def streamed_distances(
     if graph is not None:
         names = [n for n in graph.shapes if n not in graph.buffers and first[n].is_floating_point()]
         with torch.no_grad():
-            elements = [removal("paper").element(graph, s[i]) for s, i in members]
+            elements = shared(len(members), lambda k: removal("paper").element(graph, members[k][0][members[k][1]]))
     elif names is None:
         require_state(first, "states")
         names = [name for name, t in first.items() if t.is_floating_point()]
@@ -201,17 +208,28 @@ def streamed_distances(
             yield block.to(place)
             del block  # before the next one is made; whoever takes them lets go of them likewise
 
-    for name in names:
-        one = torch.zeros(len(members), len(members), dtype=torch.float64, device=place)
-        two = torch.zeros_like(one)
-        for block in pieces(name):
-            distances = both_distances(block)
-            one += distances[0]
-            two += distances[1].square_()
-            if each is not None:
-                each(block)
-            del block
-        yield one, two.sqrt_()
+    def summed(some: Sequence[str], places: Sequence[int]) -> list[Tensor]:
+        """For each tensor the sums of L1 distances and of squared L2 ones; only of those at ``places``."""
+        sums = [torch.zeros(2, len(members), len(members), dtype=torch.float64, device=place) for _ in some]
+        for k in places:
+            for block in pieces(some[k]):
+                distances = both_distances(block)
+                sums[k][0] += distances[0]
+                sums[k][1] += distances[1].square_()
+                if each is not None:
+                    each(block)
+                del block
+        return sums
+
+    every = iter(names)
+    while some := list(islice(every, count() if each is None else 1)):  # each process takes one, or all, to be called
+        if each is None:
+            sums = in_step(partial(summed, some, range(len(some))[rank() : rank() + 1]))
+            add_up(*sums)
+        else:
+            sums = summed(some, [0])
+        for one, two in sums:
+            yield one, two.sqrt_()
 
 
 def _test(
@@ -232,7 +250,7 @@ def _test(
         raise ValueError(
             f"the sets hold {counts[0]} and {counts[1]} networks; a discrepancy needs at least two of each"
         )
-    source = own_generator(generator)
+    source = own_generator(generator) if generator or count() == 1 else by_first(lambda: own_generator(None))
     kept = _kept(counts, sizes, source)
     runs = [_runs(own, keep, count) for own, keep, count in zip(groups, kept, counts, strict=True)]
     count_x, count_y = map(len, kept)
@@ -240,11 +258,13 @@ def _test(
     observed[:count_x, 0] = observed[count_x:, 1] = 1
     relabeled = torch.stack([_permuted(len(observed), source) for _ in range(permutations)])
     drawn = _bootstrap_weights(runs, bootstraps, source)
-    kernels, total = 0, torch.zeros((), dtype=torch.float64, device="cpu")
+    kernels, total = 0, torch.zeros(len(observed), len(observed), dtype=torch.float64, device="cpu")
     for distances in parts(*kept):
-        kernel = mean_kernel(distances, count_x)
-        total = total.to(kernel.device) + kernel
+        total = total.to(distances[0].device)
+        if kernels % count() == rank():
+            total += mean_kernel(distances, count_x)
         kernels += 1
+    add_up(total)
     if not kernels:
         raise ValueError("there is nothing to compare: no tensors")
     overall = total / kernels

@@ -1,0 +1,117 @@
+"""Work that processes share: how much of their time is work that one process would have had, on one thread each."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing import start_processes
+from torchvision.models import resnet18
+
+import tu_symmetry as tus
+from benchmarks._measure import Stopwatch, both, figure
+from benchmarks._report import Goal, Section, Settings
+from benchmarks.many import residual_network
+from tu_symmetry.metrics.functional import network_discrepancy
+from tu_symmetry.processes import gathered, together
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.states import stack_states
+
+_COUNTS = (1, 2)
+_LEAST = 0.8  # of the time of several processes that has to be work
+Cases = dict[str, Callable[[], Any]]
+
+
+def run(settings: Settings) -> Section:
+    """Time everything in one process and in two."""
+    spent: dict[str, dict[int, dict[str, list[float]]]] = {}
+    for count in _COUNTS:
+        for name, found in _measured(count, settings.quick).items():
+            spent.setdefault(name, {})[count] = found
+            settings.say(f"{name}, {count} processes: {figure(statistics.median(found['wall']))} s")
+    rows, data = [], []
+    for name, by_count in spent.items():
+        medians = {n: {kind: statistics.median(own) for kind, own in found.items()} for n, found in by_count.items()}
+        shares = {kind: medians[1][kind] / (2 * medians[2][kind]) for kind in ("wall", "cpu")}
+        data.append({"work": name, "processes": medians, "efficiency": shares})
+        efficiency = f"{figure(shares['wall'], 2)}\ncpu {figure(shares['cpu'], 2)}"
+        rows.append([name, *(both(medians[n]["wall"], medians[n]["cpu"]) for n in _COUNTS), efficiency])
+    header = ["work", "one process", "two processes", "efficiency"]
+    text = (
+        "Under `tu_symmetry.processes.together()`, with gloo on one machine and one thread for each process. "
+        "*Efficiency*: the time of one process over twice that of two. CPU seconds of two are those of the one that "
+        "had more; waiting for the other counts only by the clock."
+    )
+    least = min(data, key=lambda own: own["efficiency"]["cpu"])
+    found = f"{least['work']}: {figure(least['efficiency']['cpu'], 2)}"
+    goals = [Goal(f"efficiency of two processes at least {_LEAST}", least["efficiency"]["cpu"] >= _LEAST, found)]
+    return Section("Work that processes share", text, [Grid("One process and two", header, rows)], goals, data)
+
+
+def _measured(count: int, quick: bool) -> dict[str, dict[str, list[float]]]:
+    """Wall-clock and CPU seconds of each repeat, of the process that took longest."""
+    with tempfile.TemporaryDirectory() as folder:
+        start_processes(_work, (count, quick, folder), nprocs=count, start_method="spawn")
+        every = [torch.load(Path(folder) / f"{k}.pt") for k in range(count)]
+    return {
+        name: {kind: [max(own) for own in zip(*(one[name][kind] for one in every), strict=True)] for kind in times}
+        for name, times in every[0].items()
+    }
+
+
+def _work(rank: int, count: int, quick: bool, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=count)
+    found: dict[str, dict[str, list[float]]] = {}
+    with together():
+        for name, call in _cases(quick).items():
+            found[name] = {"wall": [], "cpu": []}
+            for _ in range(1 if quick else 3):
+                gathered(None)  # all begin at once
+                with Stopwatch() as watch:
+                    call()
+                found[name]["wall"].append(watch.wall)
+                found[name]["cpu"].append(watch.cpu)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def _cases(quick: bool) -> Cases:
+    torch.manual_seed(0)  # the same networks in all processes
+    number, width, images, size = (6, 8, 4, 8) if quick else (100, 256, 256, 32)
+    model = nn.Sequential(
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    ).eval()
+    graph = tus.discover_symmetries(model, torch.zeros(2, width))
+    graph.require_verified()
+    x, y = (_states(model, number, seed) for seed in (0, 1))
+    few = _states(model, 3 if quick else 8, 2)
+    samples = torch.randn(2000, width, generator=torch.Generator().manual_seed(3))
+    loader = [(rows, torch.arange(len(rows)) % 10) for rows in samples.split(250)]
+    pictures = torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(4))
+    batches = [(rows, torch.arange(len(rows)) % 10) for rows in pictures.split(64)]
+    network = residual_network(8, 1).eval() if quick else resnet18(num_classes=10).eval()
+    options: Any = {"prior": "per_layer", "evaluate_at": "map"}
+    last = tus.LinearizedLaplace(network, curvature="last_layer", **options).fit(batches)
+    return {
+        f"MMD of {number} and {number} perceptrons": lambda: network_discrepancy(x, y),
+        f"symmetries removed from {number}": lambda: tus.remove_symmetries(graph, stack_states(x)),
+        f"barriers of all pairs of {len(few)}": lambda: tus.alignment.loss_barriers(
+            model, few, loader, nn.functional.cross_entropy
+        ),
+        f"KFAC of a ResNet-18, {images} images": lambda: tus.LinearizedLaplace(network, **options).fit(batches),
+        f"its diagonal curvature, {len(batches[0][0]) // 4} images": lambda: tus.LinearizedLaplace(
+            network, curvature="diag", **options
+        ).fit([(rows[: len(rows) // 4], labels[: len(rows) // 4]) for rows, labels in batches[:1]]),
+        f"predictive of {images} images": lambda: last.predictive(pictures),
+    }
+
+
+def _states(model: nn.Module, count: int, seed: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [{n: torch.randn(t.shape, generator=generator) for n, t in model.state_dict().items()} for _ in range(count)]
