@@ -158,7 +158,8 @@ def members() -> Found:
 
     def fitted(k: int) -> tuple[int, float]:
         la = LinearizedLaplace(mlp(seed=k), prior="single", evaluate_at="map").fit([(x, y)])
-        return count(), la.log_marginal_likelihood()
+        with together():
+            return count(), la.log_marginal_likelihood()
 
     return {"members": shared(3, fitted)}
 

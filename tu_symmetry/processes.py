@@ -40,11 +40,13 @@ def together() -> Iterator[None]:
     known = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not known and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         torch.distributed.init_process_group("gloo", timeout=_PATIENCE)
-    _working.append(known or int(os.environ.get("WORLD_SIZE", "1")) > 1)
+    several = known or int(os.environ.get("WORLD_SIZE", "1")) > 1
+    _working.append(_working[-1] if _working else several)  # within a share, a process stays by itself
     try:
         yield
     finally:
-        if _working.pop() and not known:
+        _working.pop()
+        if several and not known:
             torch.distributed.destroy_process_group()
 
 
@@ -65,11 +67,11 @@ def adding() -> int:
 
 
 @contextmanager
-def sharing() -> Iterator[bool]:
-    """Let processes that add up share what follows, which is the same for all; gives whether there are several."""
+def sharing() -> Iterator[None]:
+    """Let processes that add up share what follows, which is the same for all."""
     _working.append(adding() > 1)
     try:
-        yield count() > 1
+        yield
     finally:
         _working.pop()
 
@@ -90,7 +92,7 @@ def shared(
     progress: Callable[[int], Any] = lambda done: None,
     costs: Sequence[float] | None = None,
 ) -> list[T]:
-    """``[compute(k) for k in range(number)]``, of which each process computes every N-th.
+    """``[compute(k) for k in range(number)]``, of which each process computes every N-th, or what costs as much.
 
     Args:
         number: how many results there are.

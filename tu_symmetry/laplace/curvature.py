@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tu_symmetry.laplace.blocks import (
@@ -136,10 +135,10 @@ def fit_curvature(
             if progress is not None:
                 samples = round(float(totals[1]))
                 progress({"stage": "curvature", "batch": number, "batches": count_of(loader), "samples": samples})
-    totals, largest = totals.to(device), torch.tensor([found.outputs, found.positions], device=device)
+    totals, most = totals.to(device), torch.tensor([found.outputs, found.positions], device=device)
     all_reduce(totals)
-    all_reduce(largest, of=dist.ReduceOp.MAX)
-    found.outputs, found.positions = largest.tolist()
+    all_reduce(most, largest=True)
+    found.outputs, found.positions = most.tolist()
     found.loss, found.samples = float(totals[0]), round(float(totals[1]))
     sums: list[_Sums] = [*factors.values(), exact]
     for own in sums:

@@ -90,10 +90,10 @@ def count_of(loader: Iterable[Any]) -> int | None:
         return None
 
 
-def all_reduce(*tensors: Tensor, of: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Sum tensors over all processes that add up, in place, or take the largest."""
+def all_reduce(*tensors: Tensor, largest: bool = False) -> None:
+    """Sum tensors over all processes that add up, in place, or take the largest entries."""
     for tensor in tensors if adding() > 1 else ():
-        dist.all_reduce(tensor, of)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
 
 
 def placed(number: int, device: torch.device) -> tuple[int, int]:
