@@ -47,6 +47,15 @@ def randomize(model: nn.Module, seed: int = 0, scale: float = 0.6) -> nn.Module:
     return model
 
 
+def convolutional() -> nn.Module:
+    return randomize(
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
+        )
+    )  # fmt: skip
+
+
 def mlp(outputs: int = 3, *, inputs: int = 4, hidden: int = 5, seed: int = 0, scale: float = 0.6) -> nn.Module:
     """The network of most tests."""
     return randomize(nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs)), seed, scale)

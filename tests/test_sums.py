@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from laplace_oracles import data, mlp, randomize
+from laplace_oracles import convolutional, data, mlp
 from processes import side_by_side
 from torch import Tensor, nn
 from toy_networks import Net
@@ -88,15 +88,6 @@ def tables() -> Found:
         "every": {k: vars(b) for k, b in every.items()},
         "some": [vars(b) for b in some.values()],
     }
-
-
-def convolutional() -> nn.Module:
-    return randomize(
-        nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
-        )
-    )  # fmt: skip
 
 
 LAPLACES: list[tuple[str, dict[str, Any]]] = [

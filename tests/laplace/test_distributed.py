@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from laplace_oracles import data, randomize
+from laplace_oracles import convolutional, data
 from processes import side_by_side
-from torch import nn
 
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
@@ -26,21 +25,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def network() -> nn.Module:
-    return randomize(
-        nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3),
-        )
-    )  # fmt: skip
-
-
 def values(share: slice) -> list[float]:
     found = []
     for kind, options in CASES:
         x, y = data(2, 5, 5, outputs=3, kind=kind)
         own = [(a, b) for a, b in zip(x[share].split(2), y[share].split(2), strict=True)]
-        la = LinearizedLaplace(network(), kind, prior="per_layer", **options).fit(own)  # type: ignore[arg-type]
+        la = LinearizedLaplace(convolutional(), kind, prior="per_layer", **options).fit(own)  # type: ignore[arg-type]
         found += [float(la.summary.samples), la.summary.loss, la.log_marginal_likelihood()]
         if la.evaluate_at == "map":
             found.append(la.optimize_evidence().log_marginal_likelihood)
@@ -58,7 +48,7 @@ def joint(share: slice) -> list[float]:
     ):
         x, y = data(2, 5, 5, outputs=3, kind=kind)
         own = [(a, b) for a, b in zip(x[share].split(2), y[share].split(2), strict=True)]
-        la = LinearizedLaplace(network(), kind, **options).fit(own)  # type: ignore[arg-type]
+        la = LinearizedLaplace(convolutional(), kind, **options).fit(own)  # type: ignore[arg-type]
         result = la.optimize_evidence(memory=memory)
         assert result.converged
         found += [result.log_marginal_likelihood, result.gap, *la.log_precision.tolist(), *la.theta.tolist()]
@@ -77,7 +67,7 @@ def message(share: slice) -> str:
     x, y = data(2, 5, 5, outputs=3)
     loader = [(x[share], y[share])] if share.start == 0 else []
     try:
-        LinearizedLaplace(network(), prior="single").fit(loader)
+        LinearizedLaplace(convolutional(), prior="single").fit(loader)
     except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"

@@ -383,7 +383,7 @@ class Sized(nn.Module):
 
     def __init__(self, with_length: Callable[[Tensor], Tensor] = lambda h: h) -> None:
         super().__init__()
-        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 2)
+        self.a, self.b = nn.Linear(3, 8), nn.Linear(8, 3)
         self.with_length = with_length
 
     def forward(self, x: Tensor) -> Tensor:
@@ -396,22 +396,55 @@ def below(h: Tensor) -> Tensor:  # how many units of a constant differ, the leng
     return h + (torch.arange(h.shape[1])[:, None] > torch.arange(8))
 
 
+def shifted(h: Tensor) -> Tensor:
+    return h + h[..., h.shape[1] - 3 : h.shape[1] - 2]
+
+
 PROGRAMS = {
     "other lengths": (Sized(), 6, 9, True),
     "the length of a parameter": (Sized(), 6, 8, False),
-    "two lengths that become one": (Sized(), 6, 2, False),  # as many as there are sequences
+    "two lengths that become one": (Sized(), 6, 5, False),  # as many as there are sequences
     "length 1": (Sized(), 6, 1, False),
     "another way": (Sized(lambda h: h.relu() if h.shape[1] > 7 else h.tanh()), 6, 9, False),
     "another way, as long": (Sized(lambda h: h * (2 if h.shape[1] > 7 else 3)), 6, 9, False),
     "a constant that tells units apart by the length": (Sized(below), 6, 7, False),
     "a constant that tells none apart": (Sized(lambda h: h + torch.arange(h.shape[1])[:, None]), 6, 7, True),
+    "other units by the length": (Sized(shifted), 6, 7, False),
+    "other heads by the length": (Sized(lambda h: in_heads(h, 2 if h.shape[1] < 8 else 4)), 6, 9, False),
 }
+
+
+def in_heads(h: Tensor, heads: int) -> Tensor:
+    return F.normalize(h.reshape(*h.shape[:2], heads, 8 // heads), dim=-1).reshape(h.shape)
+
+
+def across_rows(h: Tensor) -> Tensor:  # as long as there are sequences
+    return F.normalize(h[:, 0].reshape(-1, len(h)), dim=-1).reshape(len(h), 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("with_length", "batch"),
+    [
+        (lambda h: in_heads(h, 2 if h.shape[1] < 8 else 4), 5),
+        (across_rows, 2),
+        (lambda h: F.group_norm(h.mT, len(h)).mT, 2),
+        (lambda h: h + h[..., len(h) : len(h) + 1], 2),
+    ],
+)
+def test_sizes_that_cut_units_elsewhere_are_followed(with_length: Callable[[Tensor], Tensor], batch: int) -> None:
+    """What would hold of the example's sizes, and is no symmetry at others."""
+    network = Sized(with_length).double()
+    inputs = [torch.randn(n, length, 3, dtype=torch.float64) for n, length in ((batch, 6), (2 * batch, 6), (batch, 12))]
+    graph = tus.discover_symmetries(network, inputs[0])
+    for x in inputs:
+        tus.verify_symmetries(copy.deepcopy(graph), network, x, on_failure="raise")
+    assert not any({"a.weight", "b.weight"} <= {m.parameter for m in g.members} for g in graph.permutations)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_alike_up_to_the_names_of_sizes(name: str) -> None:
     network, one, two, same = PROGRAMS[name]
-    first, second = (trace(network, (torch.randn(2, n, 3),), {}) for n in (one, two))
+    first, second = (trace(network, (torch.randn(5, n, 3),), {}) for n in (one, two))
     assert second.says_no_more_than(first) == first.says_no_more_than(second) == same
     assert first.says_no_more_than(first)
     pinned = replace(second, following=Following(frozenset({"relu"})))

@@ -7,6 +7,7 @@ factors follow arXiv 2311.00636; parameters of modules that have none get their 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -194,7 +195,7 @@ def _of_vectors(name: str, start: int, number: Tensor, found: Tensor) -> Block:
     return DenseBlock(name, start, number, values, vectors)
 
 
-class _Sums:
+class _Sums(ABC):
     """Named sums over the data, with second moments of vectors: their matrix, or its diagonal of long ones."""
 
     def __init__(self, dense_limit: int) -> None:
@@ -216,9 +217,9 @@ class _Sums:
         """Of the decompositions, in arbitrary units."""
         return sum(float(own[..., 0].numel() * own.shape[-1] ** 2) for own in self.found.values() if own.ndim > 1)
 
+    @abstractmethod
     def blocks(self, tangent: TangentModel, groups: PriorGroups) -> list[Block]:
         """The curvature of its parameters, decomposed."""
-        raise NotImplementedError
 
 
 class _Factors(_Sums):

@@ -71,7 +71,7 @@ def rotary_groups(graph: SymmetryGraph) -> tuple[LinearGroup, ...]:
             entry = np.concatenate([np.empty(0, np.int64), *(np.arange(len(t)) for t in own)])
             entry, number = (part[(number >= 0) & (number < group.size)] for part in (entry, number))
             copies = np.bincount(number, minlength=group.size)
-            if (copies % 2).any() and not (copies[copies % 2 == 0]).any():
+            if not copies[copies % 2 == 0].any():
                 break  # no unit has pairs
             ends = np.cumsum(copies).tolist()
             ordered = entry[np.lexsort((entry, number))].tolist()

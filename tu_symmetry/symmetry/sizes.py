@@ -6,6 +6,8 @@ What differs between two passes of one program may differ in any way for sizes t
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from tu_symmetry.symmetry.nodes import arguments_of
+from tu_symmetry.symmetry.nodes import arguments_of, rule_name_of, traits_of
 from tu_symmetry.symmetry.running.probe import Example
 
+_SIZED = frozenset(f"aten.{name}" for name in ("view", "reshape", "_unsafe_view", "unflatten", "expand", "slice"))
 FOLLOWS = "the sizes of the inputs tell where it is cut"
 
 
@@ -27,6 +30,9 @@ class Following:
 
     constants: frozenset[str] = frozenset()
     cuts: tuple[tuple[str, int], ...] = ()
+
+    def __le__(self, other: Following) -> bool:
+        return self.constants <= other.constants and {*self.cuts} <= {*other.cuts}
 
     def __or__(self, other: Following) -> Following:
         return Following(self.constants | other.constants, self.cuts + other.cuts)
@@ -58,7 +64,8 @@ def following(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any])
 def alike(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any]) -> bool:
     """Whether two passes are one program, but for sizes that have other names: rules say the same of both.
 
-    Each size has one name in the other pass, 1 and those of parameters their own, and no two the same. Constants (given
+    Each size has one name in the other pass, 1 and those of parameters their own, and no two the same. All others grow,
+    or all shrink, pieces into which views cut axes included: no axis of one length is cut elsewhere. Constants (given
     with the nodes as in :func:`following`) tell apart the same entries along all axes that are equally long.
     """
     if len(first) != len(second) or any(isinstance(held, torch.fx.GraphModule) for held in first.values()):
@@ -68,20 +75,36 @@ def alike(first: dict[torch.fx.Node, Any], second: dict[torch.fx.Node, Any]) -> 
     for k, ((a, one), (b, two)) in enumerate(zip(first.items(), second.items(), strict=True)):
         if a.op != b.op or (a.op != "placeholder" and a.target != b.target) or not _told_alike(one, two):
             return False
-        sizes: list[list[int]] = []
+        sizes = [_sizes(node) for node in (a, b)]
         given: list[list[Any]] = []
         for node, place in zip((a, b), places, strict=True):
-            tensors = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
-            sizes.append([n for t in tensors for n in t.shape])
             arguments = torch.fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
-            given.append([*tree_leaves(arguments), *((t.ndim, t.dtype) for t in tensors)])
+            given.append([*tree_leaves(arguments), *((t.ndim, t.dtype) for t in _tensors(node))])
             place[node] = f"node {k}"
         if any(len(x) != len(y) for x, y in (sizes, given)):
             return False
-        renamed = [*zip(*sizes, strict=True), *(pair for pair in zip(*given, strict=True) if pair[0] != pair[1])]
-        if any(type(n) is not int or names.setdefault(n, m) != m for n, m in renamed):
+        other = [pair for pair in zip(*given, strict=True) if pair[0] != pair[1]]
+        if other and a.all_input_nodes and rule_name_of(a.target) not in _SIZED:
             return False
-    return len({*names.values()}) == len(names)
+        if any(type(n) is not int or names.setdefault(n, m) != m for n, m in (*zip(*sizes, strict=True), *other)):
+            return False
+    grows = {m > n for n, m in names.items() if m != n}
+    return len({*names.values()}) == len(names) and len(grows) < 2
+
+
+def _tensors(node: torch.fx.Node) -> list[Tensor]:
+    return [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+
+
+def _sizes(node: torch.fx.Node) -> list[Any]:
+    """The sizes of the results, and for a view the lengths of the pieces that come to stand in other axes."""
+    results = _tensors(node)
+    sizes: list[Any] = [n for t in results for n in t.shape]
+    if results and "same" in traits_of(node):
+        shapes = _tensors(node.all_input_nodes[0])[0].shape, results[0].shape
+        ends = sorted({math.prod(shape[k:]) for shape in shapes for k in range(len(shape) + 1)})
+        sizes += [b // a if a and b % a == 0 else None for a, b in itertools.pairwise(ends)]
+    return sizes
 
 
 def _told_alike(one: Any, two: Any) -> bool:

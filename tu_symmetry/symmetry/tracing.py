@@ -61,13 +61,13 @@ class Trace:
         return held_constants(self.module, self.inputs)
 
     def says_no_more_than(self, other: Trace) -> bool:
-        """Whether another pass is the same program, at sizes from which all that holds of this one follows."""
+        """Whether another pass is the same program, and follows already what of it this one has otherwise."""
         if len(self.inputs) != len(other.inputs) or self.following not in (NOTHING, other.following):
             return False
         entered = zip(self.inputs, other.inputs, strict=True)
-        return all(type(a) is type(b) and (not isinstance(a, Parameter) or a == b) for a, b in entered) and (
-            alike(self.held, other.held)
-        )
+        if any(type(a) is not type(b) or (isinstance(a, Parameter) and a != b) for a, b in entered):
+            return False
+        return alike(self.held, other.held) and following(other.held, self.held) <= other.following
 
     @property
     def positions(self) -> bool:
