@@ -48,9 +48,8 @@ class TrainingData:
             affordable = int((budget - size) / (_COPIES * each))
             rows = max(1, int(_CHUNK / each)) if affordable > 0 and tangent.joins else 0
             for inputs, targets in _joined(read, rows):
-                affords = (
-                    affordable >= batch_size(inputs) or not tangent.joins
-                )  # what is not joined is linearized already
+                # what is not joined is linearized already
+                affords = affordable >= batch_size(inputs) or not tangent.joins
                 affordable -= batch_size(inputs) if affords else 0
                 own = tangent.linearize(inputs) if affords else None
                 outputs = tangent.outputs(inputs) if own is None else own.outputs
