@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
@@ -15,7 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.functional.classification import binary_auroc
+from torchmetrics.functional.classification import binary_auroc, multiclass_calibration_error
 
 from benchmarks._measure import in_own_process
 from benchmarks._report import Goal, Section, Settings
@@ -28,6 +29,7 @@ from tu_symmetry.reporting.grid import Grid
 _EPOCHS, _SEEDS, _TRAIN, _TEST, _HELD_OUT = (8, 40, 150), 3, 1000, 4000, 500
 _RESNET = "ResNet-20"
 _SHARE, _SAME = 0.25, 0.01  # of the training; nats that count as equal, with 500 held-out samples
+_OURS, _PEER, _TU = "FitLaplace()", "laplace-torch", "TorchUncertainty's LaplaceApprox"
 Record = dict[str, Any]
 
 
@@ -98,7 +100,37 @@ def section(records: list[Record]) -> Section:
             ood,
         ),
     ]
-    return Section("The default of FitLaplace", text, grids, goals, records)
+    table, goal = race(records)
+    return Section("The default of FitLaplace", text, [*grids, table], [*goals, goal], records)
+
+
+def race(records: list[Record]) -> tuple[Grid, Goal]:
+    """What each default did to the networks, on data that it has not seen."""
+    rows = []
+    own = [r["race"] for r in records]
+    shares: dict[str, float] = {}
+    for rival in own[0]:
+        change = [r[rival]["nll"] - r["the network itself"]["nll"] for r in own]
+        shares[rival] = sum(c > _SAME / 10 for c in change) / len(own)
+        mean = {k: statistics.mean(r[rival][k] for r in own) for k in ("nll", "ece", "seconds")}
+        calibrated = sum(r[rival]["ece"] > r["the network itself"]["ece"] for r in own) / len(own)
+        rows.append(
+            [
+                rival, f"{shares[rival]:.0%}", f"{max(change):+.4f}", f"{mean['nll']:.4f}", f"{calibrated:.0%}",
+                f"{mean['ece']:.4f}", f"{mean['seconds']:.2g}" if mean["seconds"] else "-",
+            ]
+        )  # fmt: skip
+    title = (
+        f"The defaults, raced on {len(own)} networks: laplace-torch's `Laplace` with `optimize_prior_precision()`, "
+        "TorchUncertainty's `LaplaceApprox` fitted on the held-out samples, as its routines do. *Worse*: share of the "
+        f"networks whose test NLL rose by more than {_SAME / 10:g} nats, or whose ECE (15 bins) rose"
+    )
+    header = ["default", "NLL worse", "worst change", "NLL (nats)", "ECE worse", "ECE", "fit s"]
+    goal = Goal(
+        "the default makes no network worse than it was by more than 0.001 nats", shares[_OURS] == 0,
+        ", ".join(f"{rival}: {shares[rival]:.0%}" for rival in (_OURS, _PEER, _TU)),
+    )  # fmt: skip
+    return Grid(title, header, rows), goal
 
 
 class Trained(LightningModule):
@@ -154,6 +186,21 @@ def measure(
     found["network_nll"] = cross_entropy(logits, test_y).item()
     found["scaled_nll"] = cross_entropy(logits * scale, test_y).item()
     found["nll"] = _nll(default, test_x, test_y)
+    with torch.no_grad():
+        raced = {
+            "the network itself": ((logits.softmax(-1)), 0.0),
+            "temperature scaled": ((logits * scale).softmax(-1), 0.0),
+            _OURS: (_predicted(default.laplace.predictive, test_x), laplace),
+            **_peers(model, DataLoader(TensorDataset(x, y), 100), loaders[1], test_x),
+        }
+    found["race"] = {
+        rival: {
+            "nll": -p.double().gather(1, test_y[:, None]).log().mean().item(),
+            "ece": multiclass_calibration_error(p, test_y, 10, n_bins=15).item(),
+            "seconds": seconds,
+        }
+        for rival, (p, seconds) in raced.items()
+    }
     near, far = test_x.rot90(dims=(2, 3)), shuffled(test_x)
     scores: dict[str, Callable[[Tensor], Tensor]] = {
         "network": lambda inputs: entropy(model(inputs).softmax(-1)),
@@ -180,8 +227,33 @@ def measure(
 
 def _nll(callback: FitLaplace, x: Tensor, y: Tensor) -> float:
     assert callback.laplace is not None
-    p = torch.cat([callback.laplace.predictive(part) for part in x.split(250)]).double()
+    p = _predicted(callback.laplace.predictive, x).double()
     return -p.gather(1, y[:, None]).log().mean().item()
+
+
+def _predicted(predict: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cat([predict(part).detach() for part in x.split(250)])
+
+
+def _peers(
+    model: nn.Module, train: DataLoader[Any], held_out: DataLoader[Any], test: Tensor
+) -> dict[str, tuple[Tensor, float]]:
+    """Predictions of others' defaults, with the seconds that their fits took."""
+    from laplace import Laplace
+    from torch_uncertainty.post_processing import LaplaceApprox
+
+    found = {}
+    with torch.enable_grad():
+        start = time.perf_counter()
+        peer: Any = Laplace(copy.deepcopy(model), "classification")
+        peer.fit(train)
+        peer.optimize_prior_precision()
+        found[_PEER] = peer, time.perf_counter() - start
+        start = time.perf_counter()
+        wrapper = LaplaceApprox("classification", copy.deepcopy(model))
+        wrapper.fit(held_out)  # what TorchUncertainty's routines fit it on: ``postprocess_set="val"``
+        found[_TU] = wrapper, time.perf_counter() - start
+    return {name: (_predicted(predict, test), seconds) for name, (predict, seconds) in found.items()}
 
 
 def entropy(p: Tensor) -> Tensor:
