@@ -423,3 +423,45 @@ def test_a_network_with_batch_norm_may_be_on_the_meta_device() -> None:
     lost = Net(indexed, index=torch.tensor([0, 2]), head=nn.Linear(2, 2)).to("meta")
     with pytest.raises(tus.SymmetryError, match=r"shape \(2,\) and dtype torch.int64.*no weight.*meta device"):
         tus.discover_symmetries(lost, x.to("meta"))
+
+
+class _Turned(nn.Module):
+    """Positions turn the hidden units by a table that is no weight; it has its own way into evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.outside = nn.Linear(3, 6), nn.Linear(6, 3)
+        self.outside.weight = nn.Parameter(torch.randn(3, 6))
+        self.register_buffer("table", torch.linspace(1, 2, 6), persistent=False)
+
+    def train(self, mode: bool = True) -> _Turned:
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1], device=x.device)[:, None]
+        return self.outside(self.inside(x).tanh() * (positions * self.table).cos())
+
+
+@pytest.mark.parametrize("inputs", ["cpu", "meta"])
+def test_weights_alone_may_be_on_the_meta_device(inputs: str) -> None:
+    model, x = _Turned(), torch.randn(2, 5, 3)
+    real = tus.discover_symmetries(model, x)
+    light = copy.deepcopy(model)
+    for part in light.modules():  # accelerate.init_empty_weights(include_buffers=False)
+        for name, held in list(part.named_parameters(recurse=False)):
+            setattr(part, name, nn.Parameter(held.detach().to("meta")))
+    graph = tus.discover_symmetries(light, x.to(inputs))
+    assert str(graph) == str(real)
+    assert all(p.is_meta for p in light.parameters())
+    tus.verify_symmetries(graph, model, x, on_failure="raise")
+
+
+def test_weights_on_the_meta_device_that_a_mode_writes_to_are_refused() -> None:
+    class Merging(nn.Linear):
+        def train(self, mode: bool = True) -> Merging:
+            if not mode and self.training:
+                self.weight.data.mul_(2)
+            return super().train(mode)
+
+    with pytest.raises(tus.SymmetryError, match=r"changes its weights when it is switched to training or"):
+        tus.discover_symmetries(Merging(3, 3, device="meta"), torch.randn(2, 3))

@@ -33,8 +33,12 @@ def sharing(model: nn.Module) -> nn.Module:
 
 
 def to_trace(model: nn.Module) -> nn.Module:
-    """A copy that shares the parameters, unless switching it to evaluation mode may write to them."""
-    return copied(model) if switches(model) else copied(model, {id(p): p for p in model.parameters()})
+    """A copy that shares the parameters, unless switching it to evaluation mode may write to them.
+
+    What has no memory of its own (:func:`~.running.probe.hollow`) cannot be written to, and is shared.
+    """
+    own = switches(model)
+    return copied(model, {id(p): p for p in model.parameters() if not own or (0 in p.stride() and p.numel() > 1)})
 
 
 def switches(model: nn.Module) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.modules import uncopyable
 from tu_symmetry.states import SymmetryError, kind_of
@@ -19,7 +20,15 @@ from tu_symmetry.symmetry.interpreter import Nestings, interpret
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.linear_groups import linear_groups, rotary_groups
 from tu_symmetry.symmetry.reading import could_meet, pin_what_could_meet
-from tu_symmetry.symmetry.running.probe import Example, ExampleInputs, ExampleKwargs, Probe, doubled, examples_of
+from tu_symmetry.symmetry.running.probe import (
+    Example,
+    ExampleInputs,
+    ExampleKwargs,
+    Probe,
+    doubled,
+    examples_of,
+    hollow,
+)
 from tu_symmetry.symmetry.running.weights import is_continuous
 from tu_symmetry.symmetry.scale_groups import scale_groups, sign_groups
 from tu_symmetry.symmetry.sizes import left_out, with_defaults
@@ -43,8 +52,9 @@ def discover_symmetries(
     ``forward`` that no example gives is followed both ways.
 
     Args:
-        model: any module; also one on the meta device (with inputs there), which holds no weights at all. Its outputs
-            are the tensors in what it returns: in mappings, dataclasses, sequences; not in caches of keys and values.
+        model: any module; also one on the meta device, which holds no weights (indices and masks stay on the CPU).
+            Its outputs are the tensors in what it returns: in mappings, dataclasses, sequences; not in caches of keys
+            and values.
         example_inputs: an input tensor, or the tuple of positional arguments of ``forward``. A list holds several
             examples, of other lengths or with other optional arguments: what all of them allow is found. (A module
             whose one argument is a list takes it in a tuple, ``([image],)``.)
@@ -71,9 +81,14 @@ def discover_symmetries(
             "packs its weights, for example); discover the symmetries of the network before it was quantized"
         )
     examples = examples_of(example_inputs, example_kwargs)
+    probe = Probe.of(model, example_inputs, example_kwargs)
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model = hollow(model, None)
+        examples = tree_map_only(
+            Tensor, lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t.cpu(), examples
+        )
     for example in examples:
         _require_one_device(model, example)
-    probe = Probe.of(model, example_inputs, example_kwargs)
     traces, training, trained_on = _passes(model, examples, record=branches == "record")
     aliases, state = tied_names(model), model.state_dict()
     shapes = {name: tuple(state[name].shape) for name in aliases}

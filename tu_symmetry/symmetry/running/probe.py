@@ -223,9 +223,16 @@ def _told_apart(example: Example, generator: torch.Generator) -> Example:
     return tree_map_only(Tensor, halved, example)
 
 
-def hollow(model: nn.Module) -> nn.Module:
-    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values."""
-    if switches(model):
+def hollow(model: nn.Module, precision: torch.dtype | None = torch.float64) -> nn.Module:
+    """A copy of a module on the CPU, in evaluation mode, whose weights have shapes but neither memory nor values.
+
+    It is of a precision that is given, or of its own. Buffers that are no weights keep their values.
+    """
+
+    def computed(tensor: Tensor) -> torch.dtype:
+        return tensor.dtype if precision is None else as_computed(tensor.dtype, precision)
+
+    if switches(model) and not any(t.is_meta for t in model.state_dict().values()):
         model = copied(model)
         before = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
         for training in (True, False):
@@ -233,24 +240,31 @@ def hollow(model: nn.Module) -> nn.Module:
             after = model.state_dict(keep_vars=True)
             changed = [n for n in before if n not in after or not torch.equal(before[n], after[n])]
             if changed:
-                raise SymmetryError(
-                    f"{type(model).__name__} changes {changed[0]!r} when it is switched to "
-                    f"{'training' if training else 'evaluation'} mode (an adapter that is merged into the weights, for "
-                    "example), so its state dict computes different functions in the two modes. Merge it for good, or "
-                    "switch the merging off, and discover the symmetries again."
-                )
+                raise _changing(model, repr(changed[0]), "training" if training else "evaluation")
     held: dict[int, Any] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         if is_continuous(tensor) and tensor.layout == torch.strided:
-            empty = torch.zeros((), dtype=as_computed(tensor.dtype, torch.float64), device="cpu").expand(tensor.shape)
+            empty = torch.zeros((), dtype=computed(tensor), device="cpu").expand(tensor.shape)
             held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
         elif tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1:  # a counter
             held[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     for tensor in (*model.state_dict(keep_vars=True).values(), *model.parameters(), *model.buffers()):
         if id(tensor) not in held:
-            value = kept_value(tensor)
+            value = kept_value(tensor, computed(tensor))
             held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-    return copied(model, held).train().eval()  # which empties what some modules keep of their weights
+    light = copied(model, held)
+    try:
+        return light.train().eval()  # which empties what some modules keep of their weights
+    except RuntimeError as error:
+        raise _changing(model, "its weights", "training or evaluation") from error
+
+
+def _changing(model: nn.Module, what: str, mode: str) -> SymmetryError:
+    return SymmetryError(
+        f"{type(model).__name__} changes {what} when it is switched to {mode} mode (an adapter that is merged into the "
+        "weights, for example), so its state dict computes different functions in the two modes. Merge it for good, or "
+        "switch the merging off, and discover the symmetries again."
+    )
 
 
 def _wide(tensor: Tensor) -> Tensor:

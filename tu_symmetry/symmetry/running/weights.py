@@ -86,11 +86,16 @@ def as_computed(dtype: torch.dtype, precision: torch.dtype) -> torch.dtype:
     return precision if dtype.is_floating_point else dtype
 
 
-def kept_value(tensor: Tensor) -> Tensor:
-    """The value of a tensor that is part of the network but no weight, on the CPU; none on the meta device has one."""
+def kept_value(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The value of a tensor that is part of the network but no weight, on the CPU, in float64 or another ``dtype``.
+
+    Raises:
+        SymmetryError: on the meta device, where it has none.
+    """
     if tensor.is_meta:
         raise SymmetryError(
             f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} that is part of the network, but no "
-            "weight (an index, a mask), is on the meta device and has no values; make it on the CPU"
+            "weight (an index, a mask, frequencies of positions), is on the meta device and has no values; make it on "
+            "the CPU (accelerate.init_empty_weights(include_buffers=False) leaves such tensors there)"
         )
-    return tensor.detach().to(device="cpu", dtype=as_computed(tensor.dtype, torch.float64), copy=True)
+    return tensor.detach().to(device="cpu", dtype=dtype or as_computed(tensor.dtype, torch.float64), copy=True)
