@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from dual_oracles import NOISE, PHI, case
 from laplace_oracles import convolutional, data, mlp
 from processes import side_by_side
 from torch import Tensor, nn
 from toy_networks import Net
 
 import tu_symmetry as tus
+from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.metrics.functional import discrepancy_test, maximum_mean_discrepancy, network_discrepancy
 from tu_symmetry.metrics.functional.two_sample import vectors_test
@@ -133,6 +135,25 @@ def joint() -> Found:
     return found
 
 
+def duals() -> Found:
+    """The exact and the matrix-free evidence of an image network; conjugate gradients to 1e-12 of the right side."""
+    own = case(7)
+    exact = own.fitted("tangent_mode")
+    shapes = {n: tuple(p.shape) for n, p in own.model.named_parameters()}
+    operator = ObservedTangent(FlatTangentModel(own.model, own.names), own.x, own.observation)
+    options: Any = {"tolerance": 1e-12, "max_iterations": 200, "rank": 5, "num_samples": 8}
+    sampled = tus.laplace.SampledEvidence(operator, [p.resolve(shapes) for p in own.priors], own.y, **options)
+    phi = {"ab": PHI[:2], "c": PHI[2:3]}
+    return {
+        "kernels": exact.kernels,
+        "evidence": exact.value_and_gradient(PHI),
+        "covariance": exact.function_covariance(),
+        "gradient": sampled.gradient(phi, NOISE),
+        "samples": sampled.samples(phi, NOISE, count=5),
+        "factor": sampled.factor(phi, NOISE),
+    }
+
+
 def large() -> list[Any]:
     """Tensors of each kind that are sent by themselves, beside others that are not."""
 
@@ -157,7 +178,7 @@ def members() -> Found:
 
 def everything(stores: list[Path]) -> Found:
     sums = {"discrepancies": discrepancies(stores), "laplaces": laplaces(), "members": members()}
-    return {"sums": sums, "tables": [tables(), large()], "joint": joint()}
+    return {"sums": sums, "tables": [tables(), large()], "joint": joint(), "duals": duals()}
 
 
 def failures(stores: list[Path]) -> list[str]:
@@ -274,7 +295,7 @@ def test_tables_of_two_processes_are_those_of_one_bit_for_bit(two: list[Found], 
 
 
 def test_both_processes_have_the_very_same(two: list[Found]) -> None:
-    for name in ("sums", "tables", "joint", "unseeded", "dealt"):
+    for name in ("sums", "tables", "joint", "duals", "unseeded", "dealt"):
         same(two[0][name], two[1][name], 0)
     assert two[0]["dealt"] == [1, 0, 0, 1, 1]
 
@@ -282,6 +303,11 @@ def test_both_processes_have_the_very_same(two: list[Found]) -> None:
 def test_the_joint_optimum_of_two_processes_is_that_of_one(two: list[Found], one: Found) -> None:
     for found in two:
         same(found["joint"], one["joint"], 1e-6)
+
+
+def test_the_dual_evidence_of_two_processes_is_that_of_one(two: list[Found], one: Found) -> None:
+    for found in two:
+        same(found["duals"], one["duals"], 1e-9)
 
 
 def test_processes_with_shares_of_their_own_find_what_one_finds_of_all(two: list[Found]) -> None:

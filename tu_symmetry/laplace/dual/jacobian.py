@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.func import vjp, vmap
 
 from tu_symmetry.laplace.inputs import rows_of
 from tu_symmetry.laplace.tangent import TangentModel, evaluating
+from tu_symmetry.processes import shared
 from tu_symmetry.sparse import transposed_rows
 
 _ROWS = 56  # of the Jacobian at once
@@ -27,17 +29,22 @@ class FlatTangentModel(TangentModel):
 
 
 def jacobian(tangent: TangentModel, inputs: Any) -> Tensor:
-    """The whole Jacobian of a batch, ``[batch * outputs, size]``."""
-    found = []
+    """The whole Jacobian of a batch, ``[batch * outputs, size]``; processes share its rows."""
     with evaluating(tangent.model):
         outputs = tangent.outputs(inputs)
-        eye = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device).unsqueeze(1)
-        for sample in range(len(outputs)):
+        units = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device).unsqueeze(1).split(_ROWS)
+
+        @lru_cache(maxsize=1)  # all units of a sample after each other
+        def pullback(sample: int) -> Callable[[Tensor], Any]:
             row = rows_of(inputs, slice(sample, sample + 1))
+            found: Callable[[Tensor], Any] = vjp(tangent.function(row), tangent.parameters())[1]
+            return found
+
+        def rows(k: int) -> Tensor:
             with torch.enable_grad():
-                pullback = vjp(tangent.function(row), tangent.parameters())[1]
-                found += [_gradients(tangent, pullback, units) for units in eye.split(_ROWS)]
-    return torch.cat(found)
+                return _gradients(tangent, pullback(k // len(units)), units[k % len(units)])
+
+        return torch.cat(shared(len(outputs) * len(units), rows))
 
 
 def _gradients(tangent: TangentModel, pullback: Callable[[Tensor], Any], cotangents: Tensor) -> Tensor:

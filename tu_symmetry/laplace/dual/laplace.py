@@ -29,6 +29,7 @@ from tu_symmetry.laplace.inputs import arguments
 from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.laplace.tangent import evaluating, require_independent_samples, select_parameters
 from tu_symmetry.memory import require_memory
+from tu_symmetry.processes import shared
 from tu_symmetry.reporting.brief import Brief, shorten
 from tu_symmetry.symmetry.randomness import leaves_randomness
 from tu_symmetry.transfer import moved
@@ -169,15 +170,21 @@ class DualLaplace(Brief):
         """What the evidence needs of the network, whatever the hyperparameters."""
         self.outputs = f = outputs.detach().double().reshape(-1)
         linear = torch.zeros_like(f)  # J theta~
-        self.kernels: dict[str, Tensor] = {}  # block to M, [R, d, d]
+        self.kernels: dict[str, Tensor]  # block to M, [R, d, d]
         self._seconds: dict[str, Tensor] = {}  # block to sum_i t_i t_i^T over the patterns of its trained weights
-        for name, prior in self.blocks.items():
+        if not bool(torch.isfinite(rows).all()):
+            raise ValueError("the Jacobian holds NaN or infinite values")
+        for name in self.blocks:
             own, t = (self.blocks.patterns(name, values).double() for values in (rows, self.tangent.point()))
-            if not bool(torch.isfinite(own).all()):
-                raise ValueError(f"the Jacobian of block {name!r} holds NaN or infinite values")
-            self.kernels[name] = pattern_kernels(own, prior.basis)
             self._seconds[name] = (t.mT @ t).cpu()
             linear += own.flatten(1) @ t.reshape(-1)
+        names = list(self.blocks)
+
+        def kernel(k: int) -> Tensor:
+            return pattern_kernels(self.blocks.patterns(names[k], rows).double(), self.blocks[names[k]].basis)
+
+        sizes = [float(self.blocks.places[name].numel()) for name in names]
+        self.kernels = dict(zip(names, shared(len(names), kernel, costs=sizes), strict=True))
         self._values, self._scale = y.numel(), float(y.square().mean())
         self._residual_squares = float((y - f @ matrix.mT).square().sum())
         self._target, self._rows, self._outside = y - (f - linear) @ matrix.mT, matrix, 0.0

@@ -19,6 +19,7 @@ from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
 from tu_symmetry.laplace.dual.jacobian import ObservedTangent, require_measurements
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
 from tu_symmetry.laplace.mode import EvaluateAt
+from tu_symmetry.processes import count, shared
 
 Product = Callable[[Tensor], Tensor]
 
@@ -149,11 +150,13 @@ class SampledEvidence:
         self._seconds = {name: (own.mT @ own).double().cpu() for name, own in patterns.items()}
 
     def _kernel(self, phi: Mapping[str, Tensor], vectors: Tensor) -> Tensor:
-        """``A J S J^T A^T u`` for ``[count, m]``."""
-        parts = vectors.split(self.operator.at_once)  # of the size of the weights each
-        return torch.cat(
-            [self.operator.forward(self.blocks.times("covariance", phi, self.operator.adjoint(part))) for part in parts]
-        )
+        """``A J S J^T A^T u`` for ``[count, m]``; processes share the vectors."""
+        parts = vectors.split(min(self.operator.at_once, -(-len(vectors) // count())))  # of the weights' size each
+
+        def product(k: int) -> Tensor:
+            return self.operator.forward(self.blocks.times("covariance", phi, self.operator.adjoint(parts[k])))
+
+        return torch.cat(shared(len(parts), product))
 
     def preconditioner(self, phi: Mapping[str, Tensor], noise: float) -> Product | None:
         """A preconditioner of the given rank, at these hyperparameters."""
