@@ -13,6 +13,8 @@ from tu_symmetry.cli.ends import Handler, here, named, whole_number
 if TYPE_CHECKING:
     from tu_symmetry.alignment.merging import Weights
     from tu_symmetry.checkpoints.architecture import Architecture
+    from tu_symmetry.symmetry.graph import SymmetryGraph
+    from tu_symmetry.symmetry.quantizers import Format
 
 
 def _add_words(parser: argparse._ActionsContainer, name: str, **options: Any) -> None:
@@ -81,6 +83,12 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
     )
     parser.epilog = "example: tu-symmetry inspect --model torchvision.models.resnet50 --input 1,3,224,224"
     _add_architecture(parser)
+    parser.add_argument(
+        "--format",
+        choices=("text", "awq", "smoothquant", "spinquant"),
+        default="text",
+        help="text, or YAML: the mappings that modifiers of llm-compressor take, and what is left out (default: text)",
+    )
 
     def run(arguments: argparse.Namespace) -> int | None:
         from rich.console import Console
@@ -91,10 +99,20 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
         graph = _architecture(arguments).discover(console)
         with step(console, "verifying them in float64"):
             graph.require_verified()
-        print(graph)
+        print(graph if arguments.format == "text" else _mappings(graph, arguments.format))
         return 0
 
     return run
+
+
+def _mappings(graph: SymmetryGraph, format: Format) -> str:
+    """The mappings of a graph as YAML, and as comments what they leave out."""
+    import yaml
+
+    from tu_symmetry.symmetry.quantizers import left_out
+
+    lines = [f"# left out: {layers}: {why}" for layers, why in left_out(graph, format).items()]
+    return "\n".join([yaml.safe_dump(graph.export(format), sort_keys=False, width=120).rstrip(), *lines])
 
 
 def align(parser: argparse.ArgumentParser) -> Handler:
