@@ -29,9 +29,9 @@ every_decoder = pytest.mark.parametrize(
 
 
 def decoder(name: str, **options: Any) -> tuple[nn.Module, tus.SymmetryGraph]:
-    config = getattr(transformers, f"{name.removesuffix('Text')}{'Text' * name.endswith('Text')}Config")
+    config = getattr(transformers, f"{name}Config")
     config = config(**{**SIZES, **options}, use_cache=False)
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).double().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     tokens = torch.randint(3, 30, (2, 7), generator=torch.Generator().manual_seed(0))
     return model, tus.discover_symmetries(model, tokens)
 
