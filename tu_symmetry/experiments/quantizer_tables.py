@@ -6,6 +6,7 @@ on random weights in float64, and what holds beside the rows is told.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,7 @@ def audit(
     registries: dict[str, dict[str, list[tuple[str, list[str]]]]],
     architectures: dict[str, dict[str, Any]],
     offsets: list[str],
+    rotations: dict[str, Any],
     seed: int = 0,
 ) -> Outcome:
     """Try every row of every table on its architecture, and list what holds beside.
@@ -127,7 +129,7 @@ def audit(
     )
     names = list(architectures)
     found = {
-        name: parts.take(name, audited, architectures[name], registries, offsets, seed)
+        name: parts.take(name, audited, architectures[name], registries, offsets, rotations, seed)
         for name in tracked("audit", names, lambda name: name)
     }
     failing = sum(row["verdict"] == "fails" for rows in found.values() for own in rows.values() for row in own)
@@ -136,7 +138,11 @@ def audit(
 
 
 def audited(
-    architecture: Mapping[str, Any], registries: Mapping[str, Mapping[str, Any]], offsets: Sequence[str], seed: int
+    architecture: Mapping[str, Any],
+    registries: Mapping[str, Mapping[str, Any]],
+    offsets: Sequence[str],
+    rotations: Mapping[str, Any],
+    seed: int,
 ) -> dict[str, list[dict[str, Any]]]:
     """For each quantizer the rows of its table, what is found of each, and what holds without a row."""
     with torch.random.fork_rng(devices=[]):
@@ -157,7 +163,51 @@ def audited(
                 for c in tried(graph, model, state, smooth, balance, quantizer, generator)
             ]
             found[quantizer] = [c._asdict() for c in (*_told(claims, holding), *_missing(claims, holding, quantizer))]
+    if "spinquant" in architecture:
+        found["spinquant"] = [c._asdict() for c in turned(graph, model, state, rotations, generator)]
     return found
+
+
+def turned(
+    graph: SymmetryGraph,
+    model: Any,
+    state: Mapping[str, Tensor],
+    rotations: Mapping[str, Any],
+    generator: torch.Generator,
+) -> Iterator[Claim]:
+    """A claim for each step of SpinQuant: centered embeddings, folded norms, the stream rotated (R1), values (R2)."""
+    names = [name for name, _ in model.named_modules()]
+    layers = {
+        role: [n for n in names for t in targets if re.match(t.removeprefix("re:"), n)]
+        for role, targets in rotations.items()
+        if role != "norms"
+    }
+    embedding = f"{layers['embedding'][0]}.weight"
+    centered = {embedding: state[embedding] - state[embedding].mean(-1, keepdim=True)}
+    folded = dict(state)
+    for norm, linears in rotations["norms"]:
+        for (one, *_), *reads in match(names, norm, linears):
+            gain = folded[f"{one}.weight"]
+            folded |= {f"{n}.weight": folded[f"{n}.weight"] * gain for own in reads for n in own}
+            folded[f"{one}.weight"] = torch.ones_like(gain)
+
+    def rotation(size: int) -> Tensor:
+        return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=generator, device="cpu")).Q
+
+    turn, heads = rotation(folded[embedding].shape[1]), rotation(model.config.head_dim)
+    stream = folded | {embedding: folded[embedding] @ turn.T}
+    stream |= {f"{n}.weight": turn @ folded[f"{n}.weight"] for n in layers["writes"]}
+    stream |= {f"{n}.weight": folded[f"{n}.weight"] @ turn.T for n in layers["reads"]}
+    values = dict(stream)
+    for v, o in zip(layers["v"], layers["o"], strict=True):
+        made, read = (values[f"{n}.weight"] for n in (v, o))
+        values[f"{v}.weight"] = (heads @ made.reshape(-1, len(heads), made.shape[1])).reshape(made.shape)
+        values[f"{o}.weight"] = (read.reshape(len(read), -1, len(heads)) @ heads.T).reshape(read.shape)
+    steps = {"centered embeddings": dict(state) | centered, "folded norms": folded, "R1": stream, "R2": values}
+    for before, (step, after) in zip((state, state, folded, stream), steps.items(), strict=True):
+        change = _change(graph, before, after)
+        why = "RMSNorm sees a mean" if change >= _EXACT and "centered" in step else ""
+        yield Claim(step, (), "holds" if change < _EXACT else "fails", change, why)
 
 
 def tried(
@@ -223,16 +273,14 @@ def _change(graph: SymmetryGraph, before: Mapping[str, Tensor], after: Mapping[s
 
 
 def _told(claims: Sequence[Claim], holding: Sequence[Smoothing]) -> Iterator[Claim]:
-    """The claims, those that fail with what else reads what the smooth layer makes, or what does not."""
+    """The claims, those that fail with what else reads what the smooth layer makes, or with what is read instead."""
     exact = {s.smooth: {*s.balance} for s in holding if s.balance}
     for claim in claims:
         reads, named = exact.get(claim.smooth, set()), {*claim.balance}
-        told = [f"{_short(reads - named)} also {'reads' if len(reads - named) == 1 else 'read'} it"] * bool(
-            reads - named
-        )
-        told += [f"{_short(named - reads)} does not read it"] * bool(reads and named - reads)
-        why = "; ".join(told) or "no factor is free here"
-        yield claim._replace(why=why) if claim.verdict == "fails" else claim
+        instead = {smooth for smooth, balance in exact.items() if balance & named and smooth != claim.smooth}
+        told = [f"also read by {_short(reads - named)}"] * bool(reads - named)
+        told += [f"they read {_short(instead)}"] * bool(instead)
+        yield claim._replace(why="; ".join(told) or "no factor is free") if claim.verdict == "fails" else claim
 
 
 def _missing(claims: Sequence[Claim], holding: Sequence[Smoothing], quantizer: str) -> Iterator[Claim]:
@@ -259,8 +307,9 @@ def report(out: Path, recipe: str, found: Path) -> Outcome:
     page, results = Report(out, recipe), Outcome.load(found).results["found"]
     for quantizer in dict.fromkeys(q for own in results.values() for q in own):
         page.add(summary(results, quantizer))
-        page.list(f"{quantizer}: rows that do not hold", list(lines(results, quantizer, ("fails", "not applied"))))
-        page.list(f"{quantizer}: what holds and has no row", list(lines(results, quantizer, ("missing",))))
+        for title, verdicts in (("does not hold", ("fails", "not applied")), ("holds and has no row", ("missing",))):
+            told = list(lines(results, quantizer, verdicts))
+            page.list(f"{quantizer}: what {title}", told or ["nothing"])
     page.figure("audit", draw, results, alt="what became of every row")
     return page.done()
 
@@ -284,18 +333,17 @@ def summary(results: Found, quantizer: str) -> Grid:
 
 def lines(results: Found, quantizer: str, verdicts: Sequence[str]) -> Iterator[str]:
     """A line for each kind of row with these verdicts, with the architectures that have it."""
-    kinds: dict[tuple[str, str], list[str]] = {}
+    kinds: dict[tuple[str, str], dict[str, float]] = {}
     for name, own in results.items():
         for row in own.get(quantizer, ()):
             if row["verdict"] in verdicts:
-                change = f", change {row['change']:.2g}" if row["change"] else ""
-                balance = ", ".join(f"`{name}`" for name in dict.fromkeys(map(_written, row["balance"])))
-                text = f"`{_written(row['smooth'])}` → {balance}"
-                kinds.setdefault((text, row["why"]), [])
-                if all(not held.startswith(name) for held in kinds[text, row["why"]]):
-                    kinds[text, row["why"]].append(name + change)
-    for (text, why), names in kinds.items():
-        yield f"{text}{f' ({why})' if why else ''}: {'; '.join(names)}"
+                balance = ", ".join(f"`{b}`" for b in dict.fromkeys(map(_written, row["balance"])))
+                text = f"`{_written(row['smooth'])}`{' → ' * bool(balance)}{balance}"
+                held = kinds.setdefault((text, row["why"]), {})
+                held[name] = max(held.get(name, 0.0), row["change"])
+    for (text, why), changes in kinds.items():
+        of = "; ".join(f"{name} ({change:.2g})" if change else name for name, change in changes.items())
+        yield f"{text}{f' ({why})' if why else ''}: {of}"
 
 
 def _written(name: str) -> str:
