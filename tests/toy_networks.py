@@ -90,3 +90,18 @@ def killed_at_any_write(run: Callable[[str], dict[str, bytes]]) -> dict[str, byt
                 run(str(moment))
         assert run(str(moment)) == expected, moment
     return expected
+
+
+class Blocks(nn.Module):
+    """Blocks of which one has a second reader of the same units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(6, 4)}) for _ in range(3))
+        self.blocks[1]["c"] = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block["a"](x).relu()
+            x = x + block["b"](h) + (block["c"](h) if "c" in block else 0.0)
+        return x

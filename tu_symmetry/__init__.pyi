@@ -13,6 +13,7 @@ from .alignment.activations import activation_matching as activation_matching
 from .alignment.align import align as align
 from .alignment.barrier import interpolate as interpolate
 from .alignment.barrier import loss_barrier as loss_barrier
+from .alignment.fingerprint import fingerprint as fingerprint
 from .alignment.matching import weight_matching as weight_matching
 from .alignment.merging import merge as merge
 from .alignment.removal import remove_symmetries as remove_symmetries

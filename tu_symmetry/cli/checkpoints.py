@@ -13,6 +13,8 @@ from tu_symmetry.cli.ends import Handler, here, named, whole_number
 if TYPE_CHECKING:
     from tu_symmetry.alignment.merging import Weights
     from tu_symmetry.checkpoints.architecture import Architecture
+    from tu_symmetry.symmetry.graph import SymmetryGraph
+    from tu_symmetry.symmetry.quantizers import Format
 
 
 def _add_words(parser: argparse._ActionsContainer, name: str, **options: Any) -> None:
@@ -74,27 +76,58 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
 
 
 def inspect(parser: argparse.ArgumentParser) -> Handler:
-    """``tu-symmetry inspect --model NAME --input SHAPE``."""
+    """``tu-symmetry inspect [A B] --model NAME --input SHAPE``."""
     parser.description = (
         "Builds a network (with random weights), finds its symmetries (permutations, scales, normalizations, "
-        "signs, linear maps), verifies them numerically and prints them."
+        "signs, linear maps), verifies them numerically and prints them. Of two files it says whether they hold the "
+        "same function by a symmetry, and by which; else how far they are from each other."
     )
     parser.epilog = "example: tu-symmetry inspect --model torchvision.models.resnet50 --input 1,3,224,224"
+    parser.add_argument("checkpoints", nargs="*", metavar="FILE", help="two files of weights to compare, or none")
     _add_architecture(parser)
+    parser.add_argument("--prefix", default="", help="of the names in the files, for example model.")
+    parser.add_argument(
+        "--format",
+        choices=("text", "awq", "smoothquant", "spinquant"),
+        default="text",
+        help="text, or YAML: the mappings that modifiers of llm-compressor take, and what is left out (default: text)",
+    )
 
     def run(arguments: argparse.Namespace) -> int | None:
         from rich.console import Console
 
         from tu_symmetry.checkpoints.architecture import step
+        from tu_symmetry.checkpoints.compare import compare
+        from tu_symmetry.checkpoints.files import find_checkpoints, load_checkpoint
+        from tu_symmetry.files import FileError
 
         console = Console(stderr=True)
+        files = find_checkpoints(arguments.checkpoints) if arguments.checkpoints else []
+        if len(files) not in (0, 2):
+            raise FileError(f"two files are compared, {len(files)} are named: {', '.join(f.name for f in files[:6])}")
         graph = _architecture(arguments).discover(console)
         with step(console, "verifying them in float64"):
             graph.require_verified()
-        print(graph)
+        if files:
+            pair = [load_checkpoint(graph, file, arguments.prefix) for file in files]
+            with step(console, "comparing the two files"):
+                found = compare(graph, *pair)
+            print(f"{files[0]} and {files[1]}: {found}")
+        else:
+            print(graph if arguments.format == "text" else _mappings(graph, arguments.format))
         return 0
 
     return run
+
+
+def _mappings(graph: SymmetryGraph, format: Format) -> str:
+    """The mappings of a graph as YAML, and as comments what they leave out."""
+    import yaml
+
+    from tu_symmetry.symmetry.quantizers import left_out
+
+    lines = [f"# left out: {layers}: {why}" for layers, why in left_out(graph, format).items()]
+    return "\n".join([yaml.safe_dump(graph.export(format), sort_keys=False, width=120).rstrip(), *lines])
 
 
 def align(parser: argparse.ArgumentParser) -> Handler:

@@ -26,6 +26,7 @@ from tu_symmetry.symmetry.groups import (
     SignGroup,
     some,
 )
+from tu_symmetry.symmetry.quantizers import Format, export
 from tu_symmetry.symmetry.report import describe, summary
 from tu_symmetry.symmetry.running.probe import Probe
 from tu_symmetry.symmetry.verification import verify
@@ -269,6 +270,20 @@ class SymmetryGraph(Brief):
     def _repr_html_(self) -> str:
         """The drawing of :meth:`to_html` alone, for notebooks."""
         return to_picture(self)
+
+    def export(self, format: Format) -> list[Any] | dict[str, Any]:
+        """The groups as what modifiers of llm-compressor take for ``mappings``: layers by name or regular expression.
+
+        Verified on first use. ``"awq"``: ``{"smooth_layer": ..., "balance_layers": [...]}`` for each kind of layer:
+        what the smooth layer makes may be divided by factors, and the columns of the others multiplied by them.
+        ``"smoothquant"``: ``[[balance layers], smooth layer]``, without smooth layers that make other units too.
+        ``"spinquant"``: ``mappings`` and ``norm_mappings``, for rotations of the residual stream and of values. What
+        mappings cannot say (grouped queries, stacked experts) is left out; ``tu-symmetry inspect --format`` says why.
+
+        Raises:
+            SymmetryError: an unknown format, or a network without what the names of SpinQuant stand for.
+        """
+        return export(self, format)
 
     def facts(self) -> list[tuple[str, str]]:
         """What the graph holds, in a line for each kind of group."""
