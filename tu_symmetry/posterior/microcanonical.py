@@ -103,7 +103,7 @@ class MicrocanonicalChains:
             raise ValueError(f"integrator={integrator!r} is none of {', '.join(_SCHEMES)}")
         if tuning != 0 and tuning < 50:
             raise ValueError(f"tuning has three phases in {tuning} steps: take at least 50 (thousands, usually), or 0")
-        self.network, self.tuning, self.seed, self.steps = network, tuning, seed, 0
+        self.network, self.tuning, self.seed, self.transitions = network, tuning, seed, 0
         self.energy_variance, self.integrator = (start, end), integrator
         self._sizes = [t.numel() for t in network.parameters.values()]
         position = torch.cat([starts[n].detach().to(network.device).flatten(1) for n in network.parameters], 1)
@@ -115,18 +115,18 @@ class MicrocanonicalChains:
             raise ValueError(
                 "a chain starts where the posterior's density is zero or NaN: check the data and the network"
             )
-        each = {"dtype": torch.float64, "device": network.device}
+        zeros = torch.zeros_like(potential)  # in float64
         self._state: States = {
             "position": position,
             "velocity": torch.nn.functional.normalize(self._noise(position, 0), dim=1),
             "gradient": gradient,
             "potential": potential,
-            "step_size": torch.full((count,), step_size, **each),
-            "length": torch.full((count,), length or math.sqrt(dimension), **each),
-            "weight": torch.zeros(count, **each),  # of the step size's average
-            "average": torch.zeros(count, **each),
-            "longest": torch.full((count,), math.inf, **each),
-            "time": torch.zeros(count, **each),  # of the second phase
+            "step_size": zeros + step_size,
+            "length": zeros + (length or math.sqrt(dimension)),
+            "weight": zeros,  # of the step size's average
+            "average": zeros,
+            "longest": zeros + math.inf,
+            "time": zeros,  # of the second phase
             "mean": torch.zeros_like(position),
             "square": torch.zeros_like(position),
             "watched": position.new_zeros(0, count, min(dimension, _WATCHED)),  # of the third phase
@@ -164,34 +164,34 @@ class MicrocanonicalChains:
                 potential, gradient = self._evaluate(x, batch)
         error = error + potential - before
         moved = error.isfinite() & gradient.isfinite().all(1)
-        self.steps += 1
-        noise = self._noise(x, self.steps)
+        self.transitions += 1
+        noise = self._noise(x, self.transitions)
         refreshed = ((2 * size / s["length"]).expm1() / x.shape[1]).sqrt().to(x.dtype)[:, None]
         rows = moved[:, None]
         s["velocity"] = torch.nn.functional.normalize(torch.where(rows, u + refreshed * noise, noise), dim=1)
         s["position"] = torch.where(rows, x, s["position"])
         s["gradient"] = torch.where(rows, gradient, s["gradient"])
         s["potential"] = torch.where(moved, potential, before)
-        if self.steps <= self.tuning:
+        if self.transitions <= self.tuning:
             self._tune(torch.where(moved, error, 0.0), moved, size, 6 if batch is None else 2)
         return Move(s["potential"], error, moved)
 
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the chains depends on."""
-        return {"steps": self.steps, **{name: t.clone() for name, t in self._state.items()}}
+        return {"transitions": self.transitions, **{name: t.clone() for name, t in self._state.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken, in chains made with the same arguments."""
-        self.steps = state["steps"]
+        self.transitions = state["transitions"]
         self._state = {name: state[name].to(self.network.device) for name in self._state}
 
     def _tune(self, error: Tensor, moved: Tensor, size: Tensor, power: int) -> None:
         """One step of the tuning; variances of energy errors grow as this power of the step size."""
         s, dimension = self._state, self._state["position"].shape[1]
         first, second = (int(share * self.tuning) for share in _SHARES)
-        if self.steps <= second:
+        if self.transitions <= second:
             start, end = self.energy_variance
-            wanted = start + (end - start) * self.steps / second
+            wanted = start + (end - start) * self.transitions / second
             ratio = error.square() / (dimension * wanted) + 1e-8
             weight = torch.where(moved, (-(ratio.log() / (6 * _TRUST)).square() / 2).exp(), 0.0)
             s["average"] = _MEMORY * s["average"] + weight * ratio / size**power
@@ -201,18 +201,18 @@ class MicrocanonicalChains:
             s["step_size"] = torch.minimum(found, s["longest"])
         if not self._tune_length:
             return
-        if first < self.steps <= second:
+        if first < self.transitions <= second:
             s["time"] = s["time"] + size * moved
             share = (size * moved / s["time"].clamp_min(1e-300)).to(s["mean"].dtype)[:, None]
             s["mean"] = torch.lerp(s["mean"], s["position"], share)
             s["square"] = torch.lerp(s["square"], s["position"].square(), share)
-            if self.steps == second:
+            if self.transitions == second:
                 spread = (s["square"] - s["mean"].square()).double().sum(1).clamp_min(0).sqrt()
                 s["length"] = torch.where(spread > 0, spread, s["length"])
-        elif self.steps > second:
+        elif self.transitions > second:
             watched = s["position"][:, evenly(dimension, s["watched"].shape[-1])]
             s["watched"] = torch.cat([s["watched"], watched.unsqueeze(0)])
-            if self.steps == self.tuning:
+            if self.transitions == self.tuning:
                 apart = len(s["watched"]) / estimated_sample_size(s["watched"])
                 found = _LENGTH * size * apart.nanmean(1).to(size)
                 s["length"] = torch.where(found.isfinite(), found, s["length"])
