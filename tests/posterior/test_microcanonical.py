@@ -1,4 +1,4 @@
-"""Microcanonical Langevin chains: integrators, moments known in closed form, tuning, batches, and what is no posterior."""
+"""Microcanonical Langevin chains: integrators, moments in closed form, tuning, batches, and what is no posterior."""
 
 from __future__ import annotations
 

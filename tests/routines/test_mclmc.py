@@ -103,7 +103,7 @@ def test_chains_start_from_a_trained_ensemble_and_are_measured(tmp_path: Path) -
     assert {"ess/projections", "rhat/projections", "ess/potential", "rhat/potential"} <= routine.diagnostics().keys()
     with pytest.raises(ValueError, match="holds 3 states, but num_chains is 4"):
         run(tmp_path / "four", 1, **start, num_chains=4)
-    with pytest.raises(ValueError, match="SampleStore.open"):
+    with pytest.raises(ValueError, match=r"SampleStore\.open"):
         routine.network_states()
 
 
