@@ -123,14 +123,14 @@ def _split(
         ):
             judge(part, partial(of, stack), networks, spent)
     first = {n: t[0] for n, t in optima.items()}
-    norms: list[float] = []
+    optimum: dict[str, float] = {}
     judge(
         "linearized Laplace",
-        lambda: linearized_outputs(model, first, data, prior_precision, num_samples, generator(20), norms),
+        lambda: linearized_outputs(model, first, data, prior_precision, num_samples, generator(20), optimum),
         1 + (weights + 1) / 2,
         trained and trained / count,
     )
-    return {"rows": rows, "spaces": found.spaces, "sigma": sigma, "gradients": norms, "weights": weights}
+    return {"rows": rows, "spaces": found.spaces, "sigma": sigma, "optimum": optimum, "weights": weights}
 
 
 def predictive(outputs: Tensor, y: Tensor) -> dict[str, float | None]:
@@ -155,11 +155,12 @@ def linearized_outputs(
     prior_precision: float,
     num_samples: int,
     generator: torch.Generator,
-    norms: list[float],
+    optimum: dict[str, float],
 ) -> Tensor:
     """Draws of the tangent model's outputs ``[draws, rows, 2]`` under ``N(optimum, (GGN + prior)^-1)``, in float64.
 
-    The optimum is the given state, brought on by L-BFGS; ``norms`` gets the gradient's before and after.
+    The optimum is the given state, brought on by L-BFGS; ``optimum`` gets the potential (nats) before and after, and
+    the gradient's norm.
     """
     names, shapes = zip(*((n, p.shape) for n, p in model.named_parameters()), strict=True)
     sizes = [shape.numel() for shape in shapes]
@@ -171,7 +172,7 @@ def linearized_outputs(
         return found
 
     w = torch.cat([state[n].flatten() for n in names]).double().requires_grad_()
-    search = torch.optim.LBFGS([w], max_iter=1000, line_search_fn="strong_wolfe", tolerance_change=1e-10)
+    search = torch.optim.LBFGS([w], max_iter=3000, line_search_fn="strong_wolfe", tolerance_change=1e-12)
 
     def loss() -> Tensor:
         search.zero_grad()
@@ -179,10 +180,8 @@ def linearized_outputs(
         value.backward()
         return value
 
-    for step in (loss, lambda: search.step(loss), loss):
-        step()
-        norms.append(float(w.grad.norm()))  # type: ignore[union-attr]
-    norms.pop(1)
+    optimum["before"] = float(search.step(loss))  # type: ignore[arg-type]
+    optimum |= {"after": loss().item(), "gradient": float(w.grad.norm())}  # type: ignore[union-attr]
     w = w.detach()
 
     def tangent(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -212,38 +211,37 @@ def report_regressions(out: Path, recipe: str, found: dict[str, Path]) -> Outcom
     page, sets = Report(out, recipe), {name: Outcome.load(folder).results for name, folder in found.items()}
     page.figure("storage", draw_storage, sets, alt="NLL against numbers stored")
     for name, own in sets.items():
-        page.add(score_table(own, name, page.table.paper.get(name, {})), space_table(own, f"{name}: convergence"))
+        page.add(score_table(own, name, page.table.paper), space_table(own, f"{name}: convergence"))
     return page.done()
 
 
-def score_table(found: Found, title: str, paper: Mapping[str, Any]) -> Grid:
-    """Mean and standard deviation over splits of each row; the paper's numbers below."""
+def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float | None]]) -> Grid:
+    """Mean and standard deviation over splits of each row; second lines are the paper's."""
     splits = found["splits"]
-    rows = {name: [split["rows"][name] for split in splits] for name in splits[0]["rows"]}
+    rows = {name: (name, [split["rows"][name] for split in splits]) for name in splits[0]["rows"]}
 
     def spread(key: str, digits: int = 3) -> Callable[[Any], str]:
-        def show(own: Any) -> str:
-            values = [one[key] for one in own]
+        def show(row: Any) -> str:
+            values, theirs = [one[key] for one in row[1]], paper.get(key, {}).get(f"{title}/{row[0]}")
             if any(v is None for v in values):
                 return "–"
-            return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+            ours = f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+            return ours if theirs is None else f"{ours}\n{theirs:.{digits}f}"
 
         return show
 
     columns: dict[str, Callable[[Any], str]] = {
         "NLL": spread("nll"),
-        "NLL, moments": spread("matched"),
-        "RMSE": spread("rmse"),
-        "numbers stored": lambda own: f"{own[0]['storage']:,.0f}",
+        "NLL, moments\npublished": spread("matched"),
+        "RMSE\npublished": spread("rmse"),
+        "numbers stored": lambda row: f"{row[1][0]['storage']:,.0f}",
         "seconds": spread("seconds", 0),
     }
-    grid = table(title, rows, columns, "", "posterior")
-    theirs = [[f"{name} (published)", *(str(v) for v in values)] for name, values in paper.items()]
     caption = (
         f"mean ± standard deviation over {len(splits)} splits; targets are standardized, NLL of one in nats, of the "
         "mixture and of the Gaussian with its moments; seconds: of all that is needed, on one core"
     )
-    return Grid(grid.title, grid.header, [*grid.rows, *theirs], caption)
+    return table(title, rows, columns, caption, "posterior")
 
 
 def space_table(found: Found, title: str) -> Grid:
@@ -257,9 +255,9 @@ def space_table(found: Found, title: str) -> Grid:
         "ESS, median": lambda own: f"{fmean(o['ess'] for o in own):.0f}",
         "ESS, least": lambda own: f"{min(o['least ess'] for o in own):.0f}",
     }
-    norms = ", ".join(f"{s['gradients'][1]:.1g}" for s in splits)
+    optima = ", ".join("{before:.0f} → {after:.0f} ({gradient:.1g})".format(**s["optimum"]) for s in splits)
     sigma = ", ".join(f"{n} {fmean(s['sigma'][n] for s in splits):.3f}" for n in splits[0]["sigma"])
-    caption = f"rms σ of the Gaussians: {sigma}; norms of the gradient at the optimum of the linearization: {norms}"
+    caption = f"rms σ of the Gaussians: {sigma}; potential (nats) of the first network → where it is linearized (norm of the gradient there): {optima}"
     return table(title, rows, columns, caption, "space")
 
 
