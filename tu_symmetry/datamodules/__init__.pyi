@@ -3,6 +3,7 @@ from .images import DigitsDataModule as DigitsDataModule
 from .images import IDXDataModule as IDXDataModule
 from .images import ImageDataModule as ImageDataModule
 from .readers import DataFileError as DataFileError
+from .tabular import UCIDataModule as UCIDataModule
 from .tiny_imagenet import TinyImageNetDataModule as TinyImageNetDataModule
 from .tomography import ScannedTomographyDataModule as ScannedTomographyDataModule
 from .tomography import TomographyDataModule as TomographyDataModule

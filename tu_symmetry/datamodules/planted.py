@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import tarfile
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,22 @@ def plant_scan(root: Path, size: int = 501, angles: int = 60, bins: int = 128) -
     scipy.sparse.save_npz(folder / "operator.npz", operator, compressed=False)
     np.save(folder / "measurements.npy", clean + 0.05 * np.abs(clean).mean() * noise)
     np.save(folder / "truth.npy", truth.reshape(size, size))
+
+
+def plant_uci(root: Path, rows: int = 1000) -> None:
+    """A wheel of bde with its three regressions; targets are sums of columns and noise."""
+    root.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(root / "sklearn_contrib_bde-0-py3-none-any.whl", "w") as wheel:
+        for file, columns, separator in (
+            ("airfoil.csv", 6, ","),
+            ("concrete.data", 9, " "),
+            ("bike_sharing_dataset/hour.csv", 17, ","),
+        ):
+            values = np.random.default_rng(columns).normal(size=(rows, columns)).round(3)
+            values[:, -1] += values[:, 2:-3].sum(1)
+            lines = [separator.join(map(str, row)) for row in values]
+            head = [] if separator == " " else [separator.join(f"column{k}" for k in range(columns))]
+            wheel.writestr(f"bde/data/{file}", "\n".join([*head, *lines]))
 
 
 @contextmanager

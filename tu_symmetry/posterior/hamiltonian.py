@@ -133,10 +133,11 @@ class SignedSums:
         return torch.stack([part.sum() / math.sqrt(len(part)) for part in signed.tensor_split(self.count)])
 
 
-def chain_diagnostics(series: Mapping[str, Tensor]) -> dict[str, float]:
+def chain_diagnostics(series: Mapping[str, Tensor], *, several: bool = False) -> dict[str, float]:
     """Effective sample sizes ``ess/name`` and split R-hat (Pyro's) ``rhat/name`` of one chain's series ``(S, ...)``.
 
-    Of several quantities the worst is taken, and ``ess/name_median``. NaN stands for fewer than four samples, or
+    With ``several``, series are ``(S, chains, ...)``; sample sizes are within chains then, and R-hat is over them. Of
+    several quantities the worst is taken, and ``ess/name_median``. NaN stands for fewer than four samples, or
     quantities that never moved.
     """
     with from_extra("sampling", purpose="a chain's diagnostics"):
@@ -145,16 +146,16 @@ def chain_diagnostics(series: Mapping[str, Tensor]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, values in series.items():
         values = values.detach().double().cpu()
-        moved = values.reshape(len(values), -1)
-        moved = moved[:, moved.std(0) > 0] if len(values) > 1 else moved[:, :0]
-        if len(values) < 4 or not moved.shape[1]:
+        chains = values.reshape(len(values), values.shape[1] if several else 1, -1).transpose(0, 1)
+        moved = chains[..., (chains.std(1) > 0).all(0)] if len(values) > 1 else chains[..., :0]
+        if len(values) < 4 or not moved.shape[-1]:
             found |= {f"ess/{name}": math.nan, f"rhat/{name}": math.nan}
             continue
-        sizes = estimated_sample_size(moved)
+        sizes = estimated_sample_size(moved.transpose(0, 1).flatten(1))
         found[f"ess/{name}"] = float(sizes.min())
-        if moved.shape[1] > 1:
+        if len(sizes) > 1:
             found[f"ess/{name}_median"] = float(sizes.median())
-        found[f"rhat/{name}"] = float(split_gelman_rubin(moved.unsqueeze(0), chain_dim=0, sample_dim=1).max())
+        found[f"rhat/{name}"] = float(split_gelman_rubin(moved, chain_dim=0, sample_dim=1).max())
     return found
 
 

@@ -27,6 +27,15 @@ def categorical_nll(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
+def gaussian_nll(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Summed negative log-density in nats of ``targets (B,)``, whose mean and deviation are outputs ``(B, 2)``.
+
+    The deviation is ``softplus`` of the second output and 1e-6, as in the package bde (arXiv 2605.14146).
+    """
+    mean, deviation = outputs[..., 0], F.softplus(outputs[..., 1]) + 1e-6
+    return (deviation.log() + ((targets - mean) / deviation).square() / 2 + math.log(2 * math.pi) / 2).sum()
+
+
 def gaussian_kl(mean: Mapping[str, Tensor], std: Mapping[str, Tensor], prior_precision: float) -> Tensor:
     """``KL(N(mean, std^2) || N(0, 1 / prior_precision))``, summed over all parameters, in nats."""
     terms = []
@@ -72,10 +81,21 @@ def initialized(model: nn.Module, seed: int) -> nn.Module:
 
 
 class BayesianNetwork:
-    """A network as a function of its parameters, with all its data ``(N, ...)``; ``eval`` mode, buffers as they are."""
+    """A network as a function of its parameters, with all its data ``(N, ...)``; ``eval`` mode, buffers as they are.
+
+    Where the data are a batch of more, ``points`` says of how many, and the likelihood is weighted to that number.
+    """
 
     def __init__(
-        self, model: nn.Module, x: Tensor, y: Tensor, prior_precision: float, nll: NLL, device: torch.device | str
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        prior_precision: float,
+        nll: NLL,
+        device: torch.device | str,
+        *,
+        points: int | None = None,
     ) -> None:
         require_positive(prior_precision=prior_precision)
         if len(x) == 0 or len(x) != len(y):
@@ -86,7 +106,7 @@ class BayesianNetwork:
         self.device = torch.device(device)
         self.module = copy.deepcopy(model).to(self.device).eval()
         self.x, self.y = x.to(self.device), y.to(self.device)
-        self.prior_precision, self.nll = prior_precision, nll
+        self.prior_precision, self.nll, self.points = prior_precision, nll, points or len(x)
         self.parameters = {name: p.detach().clone() for name, p in self.module.named_parameters()}
         if not self.parameters:
             raise ValueError("the network has no parameters")
@@ -95,9 +115,10 @@ class BayesianNetwork:
         """Negative log-density of the prior without its constant."""
         return self.prior_precision / 2 * torch.stack([t.square().sum() for t in w.values()]).sum()
 
-    def potential(self, w: States) -> Tensor:
-        """Negative log-density of data and weights without the prior's constant, in nats."""
-        return self.nll(functional_call(self.module, w, (self.x,)), self.y) + self.penalty(w)
+    def potential(self, w: States, batch: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Negative log-density of data and weights without the prior's constant, in nats; estimated from a batch."""
+        x, y = batch or (self.x, self.y)
+        return self.points / len(x) * self.nll(functional_call(self.module, w, (x,)), y) + self.penalty(w)
 
     def complete(self, w: States) -> States:
         """A whole state on the CPU from parameters: tied names and buffers are added."""

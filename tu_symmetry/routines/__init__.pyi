@@ -6,6 +6,7 @@ from .hmc import HMCRoutine as HMCRoutine
 from .laplace import LaplaceEnsemble as LaplaceEnsemble
 from .laplace import LaplacePostProcessing as LaplacePostProcessing
 from .laplace import LaplaceRegressionRoutine as LaplaceRegressionRoutine
+from .mclmc import MCLMCRoutine as MCLMCRoutine
 from .members import MembersRoutine as MembersRoutine
 from .shares import MembersStrategy as MembersStrategy
 from .swag import SWAG as SWAG

@@ -436,6 +436,8 @@ class _Data:
             yield "test_32x32.mat", planted.plant_svhn
         if name == "ScannedTomographyDataModule":
             yield "walnut", planted.plant_scan
+        if name == "UCIDataModule":
+            yield "sklearn_contrib_bde-0-py3-none-any.whl", planted.plant_uci
 
 
 def _classes(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
