@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import FileError, TensorFile, read_archive
+from tu_symmetry.files import FileError, TensorFile, layouts_of, read_archive
 from tu_symmetry.modules import is_source, state_of, states_of
 from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.shards import INDEX, TensorFolder, shards_of
@@ -304,6 +304,8 @@ class _View(Mapping[str, Tensor]):
 
     def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], given: State) -> None:
         self._held, self.as_given = held, given
+        every = {id(source): layouts_of(source) for source, _ in held.values()}
+        self.layouts = {name: every[id(source)][own] for name, (source, own) in held.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]
