@@ -299,6 +299,12 @@ def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str
     return _renamed(opened, prefix) or _renamed(opened, "")
 
 
+def reads_singly(network: Any) -> bool:
+    """Whether :func:`open_state` reads a network's tensors when they are asked for, and not all of them at once."""
+    path = Path(network) if isinstance(network, (str, os.PathLike)) else None
+    return path is not None and (path.suffix == _SUFFIX or path.name.endswith(INDEX) or path.is_dir())
+
+
 class _View(Mapping[str, Tensor]):
     """Tensors of other mappings under names of its own, each read when it is asked for."""
 
