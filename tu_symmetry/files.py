@@ -183,23 +183,24 @@ def write_safetensors(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Ma
 
     The safetensors library's own writer keeps metadata in a random order and reports a full disk without a number. The
     digest is of the whole file, with zeros where it stands. Tied tensors are written under each of their names, and the
-    ``_metadata`` of a state dict with them.
+    ``_metadata`` of a state dict with them. Of a view that reads tensors from files one is in memory at a time.
     """
-    for name, tensor in tensors.items():
+    layouts, views = layouts_of(tensors), hasattr(tensors, "layouts")
+    for name, (_, dtype) in layouts.items():
+        tensor = torch.empty((), dtype=dtype, device="cpu") if views else tensors[name]
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _DTYPE_NAMES:
             kind = "without data (meta)" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
             raise ValueError(f"{name!r} is a tensor {kind}, which a safetensors file cannot hold")
-    names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))  # aligned, as the format wants it
+    names = sorted(layouts, key=lambda n: (-layouts[n][1].itemsize, n))  # aligned, as the format wants it
     own = {_DIGEST: _ZEROS.decode(), _VERSIONS: json.dumps(versions())}
-    if (modules := getattr(tensors, "_metadata", None)) is not None:
+    if (modules := getattr(getattr(tensors, "as_given", tensors), "_metadata", None)) is not None:
         own[_MODULES] = json.dumps(modules, default=str)
     header: dict[str, Any] = {"__metadata__": {**dict(sorted((metadata or {}).items())), **own}}
     end = 0
     for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        dtype = _DTYPE_NAMES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        shape, dtype = layouts[name]
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = struct.pack("<Q", len(text)) + text
@@ -214,6 +215,12 @@ def write_safetensors(path: AnyPath, tensors: Mapping[str, Tensor], metadata: Ma
                 file.write(block)
         file.seek(head.index(f'"{_DIGEST}":"'.encode()) + len(_DIGEST) + 4)
         file.write(digest.hexdigest().encode())
+
+
+def layouts_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor; a view that reads tensors when they are asked for knows them without reading."""
+    known: dict[str, tuple[tuple[int, ...], torch.dtype]] | None = getattr(tensors, "layouts", None)
+    return {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()} if known is None else known
 
 
 def read_header(path: AnyPath) -> Header:
@@ -281,7 +288,7 @@ class TensorFile(Mapping[str, Tensor]):
         self.path = Path(path)
         self._stamp = stamp(self.path)
         self.header = check_file(path)
-        self._metadata = self.header.modules
+        self.layouts, self._metadata = self.header.layout, self.header.modules
 
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self.header.layout[name]

@@ -117,6 +117,7 @@ class TensorFolder(Mapping[str, Tensor]):
                 for name, entry in found.state_dict_metadata.items()
                 if hasattr(entry, "chunks") and not any(str(k).startswith("optim") for k in nested.get(name, "")[:-1])
             }
+            self.layouts = {name: (shape, dtype) for name, (shape, dtype, _) in self._held.items()}
             if not self._held:
                 raise ValueError("it holds no tensors beside an optimizer's; the model's state_dict() was not saved")
         except Exception as error:  # what a foreign file makes of an unpickler can be anything

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import FileError, TensorFile, read_archive
+from tu_symmetry.files import FileError, TensorFile, layouts_of, read_archive
 from tu_symmetry.modules import is_source, state_of, states_of
 from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.shards import INDEX, TensorFolder, shards_of
@@ -299,11 +299,19 @@ def open_state(path: str | os.PathLike[str], *, prefix: str = "") -> Mapping[str
     return _renamed(opened, prefix) or _renamed(opened, "")
 
 
+def reads_singly(network: Any) -> bool:
+    """Whether :func:`open_state` reads a network's tensors when they are asked for, and not all of them at once."""
+    path = Path(network) if isinstance(network, (str, os.PathLike)) else None
+    return path is not None and (path.suffix == _SUFFIX or path.name.endswith(INDEX) or path.is_dir())
+
+
 class _View(Mapping[str, Tensor]):
     """Tensors of other mappings under names of its own, each read when it is asked for."""
 
     def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], given: State) -> None:
         self._held, self.as_given = held, given
+        every = {id(source): layouts_of(source) for source, _ in held.values()}
+        self.layouts = {name: every[id(source)][own] for name, (source, own) in held.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         source, own = self._held[name]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.alignment.matching import Matching, Solver, inner_product
-from tu_symmetry.alignment.moves import Move, move_tensors
+from tu_symmetry.alignment.moves import Move, move_tensors, moved
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Descend, Match, Over, compared, matchers
 from tu_symmetry.processes import by_first, shared
@@ -52,7 +52,7 @@ class Target:
     def move(self, k: int, state: Mapping[str, Tensor]) -> Move:
         """What moves the network ``k``, which is given again as it was."""
         scales = self.scales[k]
-        move = self.known.get(k) or _move(self.match(self.state, move_tensors(self.graph, scales, state)))
+        move = self.known.get(k) or _move(self.match(self.state, moved(self.graph, scales, state)))
         if scales.signs:
             first = SignedPermutation(identity_permutation(self.graph), scales.signs)
             whole = compose_signed(self.graph, SignedPermutation(move.permutation, move.signs), first)
@@ -90,9 +90,9 @@ def find_target(
         )
         networks = networks.moved(graph, scales)
     if not isinstance(reference, str):
-        target = Target(graph, move_tensors(graph, compared(graph, reference, over), reference), match)
+        target = Target(graph, moved(graph, compared(graph, reference, over), reference), match)
     elif reference == "first":
-        target = Target(graph, networks[0], match, {0: _still(graph)}, 0)
+        target = Target(graph, networks.open(0), match, {0: _still(graph)}, 0)
     elif reference == "medoid":
         target = _medoid(graph, networks, match, progress)
     else:

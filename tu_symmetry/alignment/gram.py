@@ -163,14 +163,20 @@ def each_working(
     float64 stays float64, everything else becomes float32 (half precision is too coarse to add up inner products).
     """
     for name in graph.shapes:
-        if name not in graph.buffers and (not names or name in names) and state[name].is_floating_point():
+        if name not in graph.buffers and (not names or name in names):
             tensor = state[name].detach()
-            yield name, tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+            if tensor.is_floating_point():
+                yield name, working(tensor)
+
+
+def working(tensor: Tensor) -> Tensor:
+    """A tensor in the precision in which networks are compared."""
+    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
 
 
 def widened(graph: SymmetryGraph, *states: Mapping[str, Tensor]) -> tuple[Mapping[str, Tensor], ...]:
     """States as they are; in double precision where squares of weights leave the range of single, or are lost in it."""
-    tensors = [t for state in states for _, t in each_working(graph, state) if t.numel()]
+    tensors = (t for state in states for _, t in each_working(graph, state) if t.numel())
     ends = numbers([end for t in tensors for end in torch.aminmax(t)])
     sizes = (max(-low, high) for low, high in zip(ends[::2], ends[1::2], strict=True))
     if all(size == 0 or 1 / _ORDINARY < size < _ORDINARY for size in sizes):

@@ -22,7 +22,7 @@ from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.alignment.relaxation import frank_wolfe
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import SymmetryError, require_state
-from tu_symmetry.symmetry.action import permute_tensors
+from tu_symmetry.symmetry.action import Permuted, permute_tensors
 from tu_symmetry.symmetry.elements import (
     Maps,
     Permutation,
@@ -37,6 +37,8 @@ from tu_symmetry.transfer import numbers
 Solver = Literal["frank_wolfe", "descent"]
 _ROUNDING = 1e-7  # gains below this part of the summed similarities are not told from rounding
 _MOST_SWEEPS = 100
+_MOST_KEPT = 2**33  # bytes of two networks and their Gram matrices
+_KEPT = 24  # bytes for each pair of units: six matrices in single precision
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,6 +144,9 @@ def weight_matching(
         raise ValueError(f"unknown solver {solver!r}: 'frank_wolfe' or 'descent'")
     if solver == "frank_wolfe" and init is not None:
         raise ValueError("init= is where solver='descent' starts; 'frank_wolfe' starts at the barycenter")
+    kept = _fits(graph)
+    if kept:  # what is read from files, once
+        reference_state, state = dict(reference_state), dict(state)
     check_pair(graph, reference_state, state)
     if init is not None:
         check_permutation(init)
@@ -151,10 +156,11 @@ def weight_matching(
     before = weight_distance(graph, *given)
     if not graph.permutations:
         return Matching({}, _inner_product(graph, reference_state, state), 0, True, before, before)
-    similarities = WeightSimilarities.of(graph, reference_state, state)
+    similarities = WeightSimilarities.of(graph, reference_state, state, kept=kept)
+    permuted = permute_tensors if kept else Permuted
 
     def value(trial: Permutation) -> float:
-        return _inner_product(graph, reference_state, permute_tensors(graph, trial, state))
+        return _inner_product(graph, reference_state, permuted(graph, trial, state))
 
     identity = identity_permutation(graph)
     start = identity | (init or {})
@@ -173,8 +179,15 @@ def weight_matching(
     objective = value(permutation)
     if not math.isfinite(objective):
         raise SymmetryError("the products of these weights leave the range of float64, as those of diverged runs do")
-    after = weight_distance(graph, given[0], permute_tensors(graph, permutation, given[1]))
+    after = weight_distance(graph, given[0], permuted(graph, permutation, given[1]))
     return Matching(permutation, objective, iterations + sweeps, converged, before, after)
+
+
+def _fits(graph: SymmetryGraph) -> bool:
+    """Whether two networks and all their Gram matrices are kept in memory; else one group's are, and a few tensors."""
+    weights = sum(math.prod(graph.shapes[name]) for name in graph.shapes.keys() - graph.buffers)
+    pairs = sum(math.prod(group.shape) ** 2 for group in graph.permutations)
+    return 8 * weights + _KEPT * pairs <= _MOST_KEPT
 
 
 def descend(

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -22,14 +22,15 @@ from torch.utils._pytree import tree_leaves
 from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
-from tu_symmetry.alignment.moves import Move, Moves, move_tensors
+from tu_symmetry.alignment.moves import Move, Moves, moved
 from tu_symmetry.alignment.networks import Network, Networks, StateSource
 from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
+from tu_symmetry.files import layouts_of
 from tu_symmetry.processes import by_first, gathered, rank, shared
 from tu_symmetry.reporting.brief import Brief
-from tu_symmetry.states import State, as_given, check_number, load_state, read_state, require_alike
+from tu_symmetry.states import State, as_given, check_number, open_state, read_state, require_alike
 from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -206,8 +207,8 @@ def merge(
         aligned = networks.moved(graph, moves)
         counts = [transposition_count(move.permutation) for move in moves]
         scores: dict[str, Scores] = {}
-        moved = any(counts[k] or moves[k].rounds or moves[k].counts()["sign_changes"] for k in chosen)
-        if functions and len(chosen) > 1 and moved:
+        changed = any(counts[k] or moves[k].rounds or moves[k].counts()["sign_changes"] for k in chosen)
+        if functions and len(chosen) > 1 and changed:
             naive = _average(networks, shares)
             scores["naive"] = measure(model, naive, held, functions)
             if correction != "none":
@@ -215,7 +216,8 @@ def merge(
                 naive = correct(model, given, [shares[k] for k in chosen], naive, data, correction)
                 scores["naive_corrected"] = measure(model, naive, held, functions)
             del naive
-        state = _average(aligned, shares, lambda done: tell("average", done))
+        alone = networks.lazily and not functions and correction == "none"
+        state: Any = Mean(aligned, shares) if alone else _average(aligned, shares, lambda done: tell("average", done))
         if functions:
             scores["aligned"] = measure(model, state, held, functions)
         if correction != "none" and len(chosen) > 1:
@@ -303,21 +305,22 @@ def _align(
     anchor: Any = reference
     if not (isinstance(reference, str) and reference in get_args(Reference)):
         if isinstance(reference, (str, os.PathLike)):
-            anchor = load_state(reference)
-        else:
+            anchor = open_state(reference)
+        elif not hasattr(reference, "layouts"):  # which a view of files has
             anchor = read_state(reference, "reference")
         graph.check_state(anchor, name="reference")
     target = find_target(graph, networks, anchor, over)
 
     def aligned(k: int) -> tuple[Move, tuple[Certificate | None, str] | None]:
-        state = read(graph, networks, k)
+        state = networks.open(k)
+        graph.check_state(state, name=f"states[{k}]")
         if f"move/{k}" not in kept:
             kept[f"move/{k}"] = target.move(k, state).flat()
         move = Move.of(kept[f"move/{k}"])
         if reference == "first" and k == 0 and not move.rounds:
             return move, None
-        moved = move_tensors(graph, move, state)
-        return move, measured(graph, state, moved, f"states[{k}], aligned", rounded=move.rounds)
+        there = moved(graph, move, state)
+        return move, measured(graph, state, there, f"states[{k}], aligned", rounded=move.rounds)
 
     found = shared(len(networks), aligned, progress=lambda done: tell("align", done))
     return [move for move, _ in found], *certified(told for _, told in found if told is not None)
@@ -379,6 +382,29 @@ def _average(networks: StateSource, shares: Sequence[float], tell: Callable[[int
     for name, dtype in dtypes.items():
         mean[name] = mean[name].to(dtype)
     return mean
+
+
+class Mean(Mapping[str, Tensor]):
+    """The mean of :func:`_average`, of which each tensor is made when it is asked for."""
+
+    def __init__(self, networks: StateSource, shares: Sequence[float]) -> None:
+        ratios = [share / sum(shares[: k + 1]) for k, share in enumerate(shares)]
+        self._parts = [(networks.open(k), ratio) for k, ratio in enumerate(ratios) if shares[k] > 0]
+        first = self._parts[0][0]
+        self.as_given, self.layouts = as_given(first, {}), layouts_of(first)
+
+    def __getitem__(self, name: str) -> Tensor:
+        mean: Tensor | None = None
+        for network, ratio in self._parts:
+            mean = _towards(mean, network[name], ratio)
+        assert mean is not None
+        return mean.to(self.layouts[name][1])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layouts)
+
+    def __len__(self) -> int:
+        return len(self.layouts)
 
 
 def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:

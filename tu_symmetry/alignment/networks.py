@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.alignment.moves import Move, view
 from tu_symmetry.modules import is_source
-from tu_symmetry.states import State, as_given, open_state, read_state, unstack
+from tu_symmetry.states import State, as_given, open_state, read_state, reads_singly, unstack
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Network = Mapping[str, Tensor] | str | os.PathLike[str] | nn.Module
@@ -21,10 +21,10 @@ class StateSource(Sequence[State]):
     """A sequence of states out of memory, files, a store, a stack or a routine; each is read when it is asked for.
 
     Nothing is kept: who asks for a network twice reads it twice. A ``prefix`` is taken off the names in files; a file
-    without any such name is read as it is.
+    without any such name is read as it is. What is averaged ``lazily`` is a view, if all files allow it.
     """
 
-    def __init__(self, source: Networks, *, prefix: str = "") -> None:
+    def __init__(self, source: Networks, *, prefix: str = "", lazily: bool = False) -> None:
         if isinstance(source, StateSource):
             vars(self).update(vars(source))
             return
@@ -38,6 +38,7 @@ class StateSource(Sequence[State]):
                 f"states is a {type(source).__name__}, not a list of state dicts or files, a sample store, or a stack"
             )
         self._prefix = prefix
+        self.lazily = lazily and all(reads_singly(one) for one in self._source)
         self._graph: SymmetryGraph | None = None
         self._moves: Sequence[Move] = ()
         self._chosen: Sequence[int] = range(len(self._source))

@@ -7,7 +7,7 @@ A tensor that is moved along two axes has a Gram matrix between units along the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,9 @@ from tu_symmetry.alignment.gram import (
     member_gram,
     own_member,
     trainable_members,
+    working,
 )
-from tu_symmetry.symmetry.action import permute_axis, permute_tensors
+from tu_symmetry.symmetry.action import Permuted, permute_axis, permute_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup
 from tu_symmetry.transfer import moved, numbers
@@ -101,11 +102,15 @@ class PairProducts:
     """Gram matrices between a reference and a state.
 
     Of each group three sums are kept: over tensors that are moved along one axis, which never change, and over those
-    that are moved along two, for the first and for the second of them.
+    that are moved along two, for the first and for the second of them. Where they would take too much memory nothing is
+    ``kept``: each sum is made anew, of tensors that are read again.
     """
 
-    def __init__(self, plan: MovePlan, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-        self.plan, self.reference, self.state = plan, reference, state
+    def __init__(
+        self, plan: MovePlan, reference: Mapping[str, Tensor], state: Mapping[str, Tensor], *, kept: bool = True
+    ) -> None:
+        self.plan, self.reference, self.state, self.kept = plan, reference, state, kept
+        self.like = next(iter(reference.values())).new_empty(0)  # of the dtype and on the device of all
         self.parts: dict[tuple[str, int], list[Part]] = {(group, kind): [] for group in plan.sizes for kind in range(3)}
         for name, moves in plan.moves.items():
             for axis in (axes := sorted(moves)):
@@ -120,12 +125,14 @@ class PairProducts:
 
         A sum is brought up to date by the positions whose order has changed since, or computed anew if most have.
         """
+        if not self.kept:
+            return self.mixed(group, [(1.0, orders)])
         rows: list[Tensor] = []  # of operands: in the order of all positions, or those that have changed, new and old
         made: list[tuple[Part, Tensor, int]] = []
         for key in ((group, 1), (group, 2)):
             now = [(part, orders[part.tensor, part.other]) for part in self.parts[key]]  # type: ignore[index]
             changed = [_changed(part.order, order) for part, order in now]
-            everything = sum(len(self._operands(part)[0]) for part, _ in now)
+            everything = sum(len(order) for _, order in now)
             anew = key not in self._sums or sum(map(len, changed)) > _MOSTLY_NEW * everything
             if anew:
                 self._sums[key] = self._zeros(group)
@@ -140,7 +147,7 @@ class PairProducts:
                 made.append((part, self._sums[key], len(own)))
                 rows += own
                 part.order = order
-        there = iter(moved(rows, next(iter(self.reference.values())).device))
+        there = iter(moved(rows, self.like.device))
         for part, total, count in made:
             left, right = self._operands(part)
             if count == 1:
@@ -157,6 +164,27 @@ class PairProducts:
         for total, kind in zip(found, (1, 2), strict=True):
             for part in self.parts[group, kind]:
                 _add_product(total, *self._averaged(part))
+        return self._constant(group), found[0], found[1]
+
+    def mixed(self, group: str, points: Sequence[tuple[float, Orders | None]]) -> tuple[Tensor, Tensor, Tensor]:
+        """The three sums of a group, made anew, with the other axes at a weighted mean of orders.
+
+        None stands for the barycenter.
+        """
+        found = [self._zeros(group) for _ in range(2)]
+        for total, kind in zip(found, (1, 2), strict=True):
+            for part in self.parts[group, kind]:
+                left, right = self._operands(part)
+                mean: Tensor | None = None
+                for share, orders in points:
+                    if orders is None:
+                        lefts, rights = self._averaged(part)
+                        _add_product(total, lefts, share * rights)
+                        continue
+                    there = right.index_select(0, orders[part.tensor, part.other].to(right.device))  # type: ignore[index]
+                    mean = there.mul_(share) if mean is None else mean.add_(there, alpha=share)
+                if mean is not None:
+                    _add_product(total, left, mean)
         return self._constant(group), found[0], found[1]
 
     def _averaged(self, part: Part) -> tuple[Tensor, Tensor]:
@@ -176,6 +204,11 @@ class PairProducts:
         return torch.cat(lefts), torch.cat(rights)
 
     def _constant(self, group: str) -> Tensor:
+        if not self.kept:
+            total = self._zeros(group)
+            for part in self.parts[group, 0]:
+                _add_product(total, *self._operands(part))
+            return total
         if (group, 0) not in self._sums:
             total = self._zeros(group)
             pairs = [self._operands(part) for part in self.parts[group, 0]]
@@ -186,10 +219,12 @@ class PairProducts:
         return self._sums[group, 0]
 
     def _zeros(self, group: str) -> Tensor:
-        units, like = self.plan.sizes[group], next(iter(self.reference.values()))
-        return torch.zeros(units, units, dtype=like.dtype, device=like.device)
+        units = self.plan.sizes[group]
+        return torch.zeros(units, units, dtype=self.like.dtype, device=self.like.device)
 
     def _operands(self, part: Part) -> tuple[Tensor, Tensor]:
+        if not self.kept:
+            return _layout(self.reference[part.tensor], part), _layout(self.state[part.tensor], part)
         if part.left is None or part.right is None:
             part.left, part.right = (_layout(s[part.tensor], part) for s in (self.reference, self.state))
         return part.left, part.right
@@ -216,6 +251,23 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
 
 
+class Each(Mapping[str, Tensor]):
+    """Some tensors of a state, each of them changed when it is asked for."""
+
+    def __init__(self, state: Mapping[str, Tensor], names: Collection[str], change: Callable[[Tensor], Tensor]) -> None:
+        self.state, self.names, self.change = state, [name for name in state if name in names], change
+        self.like = self[self.names[0]].new_empty(0)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.change(self.state[name].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
 class WeightSimilarities:
     """What speaks for pairing the units of two networks, family by family, with the other families' permutations."""
 
@@ -225,17 +277,24 @@ class WeightSimilarities:
         reference: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         plan: MovePlan | None = None,
+        *,
+        kept: bool = True,
     ) -> None:
         """Take two sets of parameters, of one dtype each and on one device."""
-        self.graph, self.reference, self.state = graph, reference, state
+        self.graph, self.reference, self.state, self.kept = graph, reference, state, kept
         self.plan = plan or MovePlan.of(graph)
-        self.products = PairProducts(self.plan, reference, state)
+        self.products = PairProducts(self.plan, reference, state, kept=kept)
         self.prices: dict[str, Tensor] = {}  # from assignments, to begin the next ones with
 
     @classmethod
-    def of(cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Self:
+    def of(
+        cls, graph: SymmetryGraph, reference: Mapping[str, Tensor], state: Mapping[str, Tensor], *, kept: bool = True
+    ) -> Self:
         """Take two state dicts; the computation runs on the device and in the dtype of the second."""
         names = {m.parameter for g in graph.permutations for m in trainable_members(graph, g)}
+        if not kept:
+            second = Each(state, names, working)
+            return cls(graph, Each(reference, names, lambda t: working(t).to(second.like)), second, kept=False)
         own = dict(each_working(graph, state, names))
         other = each_working(graph, reference, own)
         return cls(graph, {n: t.to(own[n].device, own[n].dtype) for n, t in other}, own)
@@ -333,7 +392,7 @@ class WeightSimilarities:
 
     def _moved(
         self, names: frozenset[str], permutation: Mapping[str, Tensor], held: frozenset[str]
-    ) -> dict[str, Tensor]:
+    ) -> Mapping[str, Tensor]:
         """Some tensors of the state with all permutations applied but those of the groups in ``held``."""
         touching = {
             g.name: permutation[g.name]
@@ -344,4 +403,6 @@ class WeightSimilarities:
             while name := name.rpartition("/")[0]:
                 if name in permutation and name not in held:
                     touching[name] = permutation[name]
+        if not self.kept:
+            return Permuted(self.graph, touching, self.state)
         return permute_tensors(self.graph, touching, {name: self.state[name] for name in names})

@@ -16,7 +16,7 @@ from typing import Any
 
 from tu_symmetry.alignment.consensus import Reference, Target, find_target
 from tu_symmetry.alignment.matching import weight_distance
-from tu_symmetry.alignment.moves import move_tensors
+from tu_symmetry.alignment.moves import moved
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Over
 from tu_symmetry.checkpoints.files import (
@@ -29,7 +29,7 @@ from tu_symmetry.checkpoints.files import (
     Track,
     alone_in,
     check_checkpoints,
-    load_checkpoint,
+    open_checkpoint,
     moved_text,
     output_names,
     owned_header,
@@ -148,7 +148,7 @@ def align_files(
     refuse_foreign(tensors, texts, [*checkpoints, reference] if isinstance(reference, Path) else checkpoints)
     graph = verified_groups(graph, over, track)
     files = check_checkpoints(graph, checkpoints, prefix, track)
-    given = load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
+    given = open_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference
     out.mkdir(parents=True, exist_ok=True)
     with alone_in(out, of={path.name for path in (*tensors, *texts)}):
         with track("finding what to align to", len(files)) as tracker:
@@ -201,23 +201,23 @@ def _aligned(file: Checkpoint, figures: Mapping[str, Any]) -> Aligned:
 def _align(target: Target, file: Checkpoint, k: int, out: Path, header: Mapping[str, Any]) -> Aligned:
     """Write the moved network, whose outputs are compared, and what moved it."""
     graph, reference = target.graph, target.state
-    state = load_checkpoint(graph, file.path, header["prefix"])
+    state = open_checkpoint(graph, file.path, header["prefix"])
     is_reference = file.sha256 == header["reference_sha256"]
     move = replace(target.scales[k], permutation=identity_permutation(graph)) if is_reference else target.move(k, state)
-    moved = move_tensors(graph, move, state)
-    certificate, _ = measured(graph, state, moved, f"{file.path}, aligned", rounded=move.rounds)
+    there = moved(graph, move, state)
+    certificate, _ = measured(graph, state, there, f"{file.path}, aligned", rounded=move.rounds)
     figures = {
         "transpositions": transposition_count(move.permutation),
         "moved": move.counts(),
-        "distance_before": weight_distance(graph, reference, move_tensors(graph, target.scales[k], state)),
-        "distance_after": weight_distance(graph, reference, moved),
+        "distance_before": weight_distance(graph, reference, moved(graph, target.scales[k], state)),
+        "distance_after": weight_distance(graph, reference, there),
         "output_change": None if certificate is None else certificate.change,
         "output_change_allowed": None if certificate is None else certificate.allowed,
     }
     result = _aligned(file, figures)
     whole = {**header, "source_sha256": file.sha256, **figures}
     write_owned(out / result.permutation, move.flat(), whole)
-    write_owned(out / result.aligned, moved, whole)
+    write_owned(out / result.aligned, there, whole)
     return result
 
 

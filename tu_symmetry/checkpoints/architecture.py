@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.files import SUFFIXES
+from tu_symmetry.states import SymmetryWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import Group, some
 from tu_symmetry.symmetry.tracing import batch_axis_missing
 
 _ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision
@@ -35,10 +39,14 @@ class Architecture:
     inputs: Sequence[str]
     init: Sequence[str] = ()
     dtype: torch.dtype = torch.float32
+    narrow: Sequence[str] = ()
 
     def build(self) -> nn.Module:
-        """The module, with random weights; ``weights=None`` is passed to what takes ``weights``."""
-        with torch.random.fork_rng(devices=[]):
+        """The module, with random weights; ``weights=None`` is passed to what takes ``weights``.
+
+        With ``narrow`` arguments its parameters are on the meta device, and have no values.
+        """
+        with torch.random.fork_rng(devices=[]), _without_weights() if self.narrow else nullcontext():
             torch.default_generator.manual_seed(0)  # that of the CPU, which alone is put back
             return _build(self.model, self.init).to(self.dtype)
 
@@ -48,10 +56,39 @@ class Architecture:
             module = self.build().eval()
         generator = torch.Generator().manual_seed(0)
         inputs = tuple(parse_input(text, self.dtype, generator) for text in self.inputs)
+        if self.narrow:
+            return self._discover_wide(module, inputs, console)
         with step(console, "running it once"):
             self._run(module, inputs)
         with step(console, "discovering its symmetries"):
             return discover_symmetries(module, inputs)
+
+    def _discover_wide(self, module: nn.Module, inputs: tuple[Tensor, ...], console: Console) -> SymmetryGraph:
+        """The symmetries of a network without weights, as far as a narrow one with the same tensors has them too."""
+        narrow = replace(self, init=(*self.init, *self.narrow), narrow=(), dtype=torch.float32).discover(console)
+        with step(console, "verifying those of the narrow network in float64"):
+            narrow.require_verified()
+        with step(console, "discovering its symmetries"):
+            graph = discover_symmetries(module, inputs)
+        if graph.aliases != narrow.aliases:
+            raise ArchitectureError(
+                f"the network of --narrow {' '.join(self.narrow)} has tensors of other names than {self.model}; change "
+                "widths alone, and no number of layers"
+            )
+        verified = {_claim(group) for group in narrow.groups()}
+        lost = {
+            group: "no such group in the narrow network" for group in graph.groups() if _claim(group) not in verified
+        }
+        if lost:
+            warnings.warn(
+                f"the narrow network has no counterpart of {some([g.name for g in lost])}, which are left out; make it "
+                "a little wider, so that each of them has two units at least",
+                SymmetryWarning,
+                stacklevel=3,
+            )
+        graph._take_out(lost)
+        graph.verified, graph.probe = True, None
+        return graph
 
     def _run(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         try:
@@ -70,6 +107,29 @@ class Architecture:
                 f"{_first_line(error)}. Check --input (one for each positional argument, with its batch axis; integers "
                 "as 1,16:long) and --init"
             ) from error
+
+
+def _claim(group: Group) -> tuple[Any, ...]:
+    """What a group moves, without its sizes: by this a wide network's groups are found again in a narrow one."""
+    places = {(m.parameter, m.axis, getattr(m, "exponent", 0), getattr(m, "within_axis", None)) for m in group.members}
+    return group.kind, len(getattr(group, "blocks", ())), frozenset(places)
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Parameters that are made within the block go to the meta device at once; buffers keep their values."""
+    register = nn.Module.register_parameter
+
+    def registered(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(self, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _build(dotted: str, init: Sequence[str]) -> nn.Module:

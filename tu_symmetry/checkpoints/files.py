@@ -33,7 +33,7 @@ from tu_symmetry.processes import by_first, gathered, shared
 from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.shards import files_of, is_part
-from tu_symmetry.states import State, SymmetryError
+from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -126,9 +126,12 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
     raise FileError(f"the checkpoints' names do not tell them apart ({(twice or taken)[:3]}); rename them")
 
 
-def load_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> State:
-    """Read a network of the graph's architecture; a file without any name that has the prefix is read as it is."""
-    state = StateSource([path], prefix=prefix)[0]
+def open_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> Mapping[str, Tensor]:
+    """A network of the graph's architecture; a file without any name that has the prefix is read as it is.
+
+    All tensors are looked at, one after the other; those of safetensors files are read again when they are asked for.
+    """
+    state = StateSource([path], prefix=prefix).open(0)
     try:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:
@@ -169,7 +172,7 @@ def check_checkpoints(graph: SymmetryGraph, paths: Sequence[Path], prefix: str, 
 
     def read(k: int) -> Checkpoint | str:
         try:
-            load_checkpoint(graph, paths[k], prefix)
+            open_checkpoint(graph, paths[k], prefix)
             return Checkpoint(paths[k], names[k], sha256(paths[k]))
         except (FileError, OSError) as error:
             return str(error)

@@ -27,7 +27,7 @@ from tu_symmetry.checkpoints.files import (
     Track,
     alone_in,
     check_checkpoints,
-    load_checkpoint,
+    open_checkpoint,
     moved_text,
     owned_header,
     refuse_foreign,
@@ -43,6 +43,7 @@ from tu_symmetry.files import (
     FileError,
     clear_scratch,
     digest_of,
+    layouts_of,
     read_tensors,
     remove_folder,
     without_nan,
@@ -51,7 +52,6 @@ from tu_symmetry.files import (
 )
 from tu_symmetry.processes import by_first, rank
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 MARK = "Networks merged by tu-symmetry"
@@ -87,6 +87,8 @@ def merge_files(
         raise FileError(f"{out} is no name for the merged network: give a file NAME.safetensors")
     if len(checkpoints) < 2:
         raise FileError(f"merging needs at least two checkpoints, got {len(checkpoints)}")
+    if data is not None and all(t.is_meta for t in model.parameters()):
+        raise FileError("--narrow builds the network without weights, and --data measures it; leave one of them out")
     if data is None and correction != "none":
         raise FileError("corrections measure networks on data: pass --data")
     reports = [out.with_name(f"{out.stem}.report{suffix}") for suffix in (".md", ".json")]
@@ -97,7 +99,7 @@ def merge_files(
     graph = verified_groups(graph, over, track)
     files = check_checkpoints(graph, checkpoints, prefix, track)
     if data is not None:
-        _check_precision(model, load_checkpoint(graph, files[0].path, prefix), files[0].path)
+        _check_precision(model, open_checkpoint(graph, files[0].path, prefix), files[0].path)
     made_of = {
         "architecture": graph.architecture,
         "files": [file.sha256 for file in files],
@@ -112,12 +114,12 @@ def merge_files(
         by_first(lambda: clear_scratch(out.parent, of={path.name for path in (out, *reports, working)}))
         merged = merge(
             graph,
-            StateSource([file.path for file in files], prefix=prefix),
+            StateSource([file.path for file in files], prefix=prefix, lazily=True),
             model,
             None if data is None else data.statistics,
             correction=correction,
             weights=weights,
-            reference=load_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference,
+            reference=open_checkpoint(graph, reference, prefix) if isinstance(reference, Path) else reference,
             over=over,
             loss=function,
             metrics=metrics,
@@ -214,10 +216,10 @@ def _own(path: Path) -> bool:
     return path.name == LOCK or SCRATCH.fullmatch(path.name) is not None or owned_header(path) is not None
 
 
-def _check_precision(model: nn.Module, state: State, path: Path) -> None:
+def _check_precision(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     """Networks are measured with their own weights on data in the precision of the module."""
     wanted = {t.dtype for t in model.state_dict().values() if t.is_floating_point()}
-    found = {t.dtype for t in state.values() if t.is_floating_point()}
+    found = {dtype for _, dtype in layouts_of(state).values() if dtype.is_floating_point}
     if wanted != found:
         names, own = (", ".join(sorted(str(t).removeprefix("torch.") for t in kinds)) for kinds in (found, wanted))
         raise FileError(f"{path} holds {names}, and the network and its data are {own}: pass --dtype {names}")

@@ -35,6 +35,13 @@ def _add_architecture(parser: argparse.ArgumentParser) -> None:
         help="shape of an input, 1,3,224,224, or 1,16:long for integers; once for each positional argument of forward",
     )
     _add_words(parser, "--init", metavar="KEY=VALUE", help="arguments of what builds the model")
+    _add_words(
+        parser,
+        "--narrow",
+        metavar="KEY=VALUE",
+        help="for networks that do not fit into memory: arguments beside --init of one of the same tensors that is "
+        "narrow. Symmetries are verified on it, the network itself is built without weights, and no outputs compared",
+    )
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
 
 
@@ -72,7 +79,9 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
 
     if "" not in sys.path:  # modules of the folder one works in are found, as `python -m` does
         sys.path.insert(0, "")
-    return Architecture(arguments.model, arguments.inputs, arguments.init, parse_precision(arguments.dtype))
+    return Architecture(
+        arguments.model, arguments.inputs, arguments.init, parse_precision(arguments.dtype), arguments.narrow
+    )
 
 
 def inspect(parser: argparse.ArgumentParser) -> Handler:

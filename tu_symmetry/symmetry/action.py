@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tu_symmetry.files import layouts_of
 from tu_symmetry.states import SymmetryError, as_given
 from tu_symmetry.symmetry.elements import (
     LogScale,
@@ -89,6 +90,11 @@ class Permuted(Mapping[str, Tensor]):
         self._tensors = tensors
         self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
         self._steps = _steps(graph, permutation, tensors, read=False)
+
+    @property
+    def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor, which no permutation changes."""
+        return layouts_of(self._tensors)
 
     def __getitem__(self, name: str) -> Tensor:
         return _stepped(self._tensors[name], self._steps.get(name, ()))

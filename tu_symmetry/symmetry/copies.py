@@ -24,7 +24,13 @@ def copied(model: nn.Module, held: dict[int, Any] | None = None) -> nn.Module:
                 if id(leaf) not in memo and (leaf.layout != torch.strided or not leaf.is_leaf):
                     own = leaf.detach().clone()  # what deepcopy refuses: sparse tensors, and gradients' histories
                     memo[id(leaf)] = nn.Parameter(own, leaf.requires_grad) if isinstance(leaf, nn.Parameter) else own
+    memo |= {id(p): p for p in model.parameters() if id(p) not in memo and valueless(p)}
     return copy.deepcopy(model, memo)
+
+
+def valueless(tensor: Tensor) -> bool:
+    """Whether a tensor has the shape of weights alone: one number, repeated, stands for all of them."""
+    return tensor.layout == torch.strided and not any(tensor.stride()) and tensor.numel() > 1
 
 
 def sharing(model: nn.Module) -> nn.Module:
@@ -33,12 +39,8 @@ def sharing(model: nn.Module) -> nn.Module:
 
 
 def to_trace(model: nn.Module) -> nn.Module:
-    """A copy that shares the parameters, unless switching it to evaluation mode may write to them.
-
-    What has no memory of its own (:func:`~.running.probe.hollow`) cannot be written to, and is shared.
-    """
-    own = switches(model)
-    return copied(model, {id(p): p for p in model.parameters() if not own or (0 in p.stride() and p.numel() > 1)})
+    """A copy that shares the parameters, unless switching it to evaluation mode may write to them."""
+    return copied(model) if switches(model) else copied(model, {id(p): p for p in model.parameters()})
 
 
 def switches(model: nn.Module) -> bool:

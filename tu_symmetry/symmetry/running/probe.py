@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tu_symmetry.states import SymmetryError
-from tu_symmetry.symmetry.copies import copied, sharing, switches
+from tu_symmetry.symmetry.copies import copied, sharing, switches, valueless
 from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, WrittenTo
 from tu_symmetry.symmetry.running.weights import as_computed, is_continuous, kept_value, perturb_, random_state
 
@@ -234,25 +234,26 @@ def hollow(model: nn.Module, precision: torch.dtype | None = torch.float64) -> n
 
     if switches(model) and not any(t.is_meta for t in model.state_dict().values()):
         model = copied(model)
-        before = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
+        held = {n: t for n, t in model.state_dict(keep_vars=True).items() if not valueless(t)}
+        before = {n: t.detach().clone() for n, t in held.items()}
         for training in (True, False):
             model.train(training)
             after = model.state_dict(keep_vars=True)
             changed = [n for n in before if n not in after or not torch.equal(before[n], after[n])]
             if changed:
                 raise _changing(model, repr(changed[0]), "training" if training else "evaluation")
-    held: dict[int, Any] = {}
+    made: dict[int, Any] = {}
     for tensor in model.state_dict(keep_vars=True).values():
         if is_continuous(tensor) and tensor.layout == torch.strided:
             empty = torch.zeros((), dtype=computed(tensor), device="cpu").expand(tensor.shape)
-            held[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+            made[id(tensor)] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
         elif tensor.is_meta and not tensor.is_floating_point() and tensor.numel() == 1:  # a counter
-            held[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+            made[id(tensor)] = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
     for tensor in (*model.state_dict(keep_vars=True).values(), *model.parameters(), *model.buffers()):
-        if id(tensor) not in held:
+        if id(tensor) not in made:
             value = kept_value(tensor, computed(tensor))
-            held[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
-    light = copied(model, held)
+            made[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
+    light = copied(model, made)
     try:
         return light.train().eval()  # which empties what some modules keep of their weights
     except RuntimeError as error:

@@ -1,0 +1,265 @@
+"""Networks larger than memory, by the command line: a decoder of 1.1 billion weights, and the UNet of SDXL.
+
+Weights are random, made and moved by a planted element tensor by tensor. ``tu-symmetry align`` and ``merge`` run in
+processes of their own, of which the resident memory that is no page of a file is looked at several times a second.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks._report import Goal, Section, Settings
+from tu_symmetry.alignment.moves import Move
+from tu_symmetry.checkpoints.architecture import Architecture
+from tu_symmetry.files import write_safetensors
+from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.states import open_state
+from tu_symmetry.symmetry.action import Permuted
+from tu_symmetry.symmetry.elements import random_permutation
+
+_SHARDS = 4  # files of a network
+_PAUSE = 0.1  # seconds between two looks at a process
+
+
+def decoder(**sizes: int) -> nn.Module:
+    """A decoder like Llama, of the sizes of TinyLlama if nothing else is said."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    usual = {
+        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**usual | sizes, use_cache=False))
+
+
+class Painter(nn.Module):
+    """The UNet of stable-diffusion-xl-base-1.0 of any width, whose inputs are all positional."""
+
+    def __init__(self, width: int = 320, heads: int = 5) -> None:
+        from diffusers import UNet2DConditionModel
+
+        super().__init__()
+        self.unet = UNet2DConditionModel(
+            sample_size=128,
+            block_out_channels=(width, 2 * width, 4 * width),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            layers_per_block=2,
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(heads, 2 * heads, 4 * heads),
+            cross_attention_dim=2048,
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+        )
+
+    def forward(self, sample: Tensor, step: Tensor, words: Tensor, text: Tensor, times: Tensor) -> Tensor:
+        """One step of the network."""
+        conditions = {"text_embeds": text, "time_ids": times}
+        return self.unet(sample, step, words, added_cond_kwargs=conditions, return_dict=False)[0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network by its words on the command line, and those of one of the same tensors that is narrow."""
+
+    name: str
+    model: str
+    inputs: tuple[str, ...]
+    narrow: tuple[str, ...]
+    dtype: str
+    commands: tuple[str, ...] = ("align", "merge")
+    init: tuple[str, ...] = ()
+
+    def architecture(self) -> Architecture:
+        """As the commands build it."""
+        return Architecture(self.model, self.inputs, self.init, getattr(torch, self.dtype), self.narrow)
+
+    def words(self) -> list[str]:
+        """The options of the commands."""
+        inputs = [word for text in self.inputs for word in ("--input", text)]
+        init = ["--init", *self.init] if self.init else []
+        return ["--model", self.model, *inputs, *init, "--dtype", self.dtype, "--narrow", *self.narrow]
+
+
+DECODER = Case(
+    "decoder",
+    "benchmarks.size.decoder",
+    ("2,7:long",),
+    ("hidden_size=64", "intermediate_size=176"),
+    "bfloat16",
+)
+UNET = Case(
+    "UNet of SDXL",
+    "benchmarks.size.Painter",
+    ("2,4,8,8", "2:long", "2,7,2048", "2,1280", "2,6"),
+    ("width=32", "heads=1"),
+    "float16",
+    ("merge",),
+)
+SMALL = Case(
+    "small decoder",
+    DECODER.model,
+    DECODER.inputs,
+    ("hidden_size=64", "intermediate_size=96"),
+    "bfloat16",
+    init=("hidden_size=128", "intermediate_size=352", "num_hidden_layers=2"),
+)
+
+
+class Drawn(Mapping[str, Tensor]):
+    """Random weights of a network, each made when it is asked for, the same each time."""
+
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        self.like, self.seeds = like, {name: k for k, name in enumerate(like)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        like, generator = self.like[name], torch.Generator().manual_seed(self.seeds[name])
+        return torch.randn(like.shape, generator=generator).mul_(0.02).to(like.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+
+def write_shards(folder: Path, state: Mapping[str, Tensor], names: list[str]) -> Path:
+    """A network in several safetensors files and their index."""
+    folder.mkdir()
+    step, held = -(-len(names) // _SHARDS), {}
+    for at in range(0, len(names), step):
+        file = f"model-{at // step + 1:05}.safetensors"
+        write_safetensors(folder / file, {name: state[name] for name in names[at : at + step]})
+        held |= dict.fromkeys(names[at : at + step], file)
+    index = folder / f"{folder.name}.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": held}))
+    return index
+
+
+def plant(case: Case, folder: Path) -> dict[str, Any]:
+    """Write a network and a copy that a random element has moved, and the element."""
+    from rich.console import Console
+
+    architecture = case.architecture()
+    graph = architecture.discover(Console(stderr=True))
+    graph.require_verified()
+    like = {n: t.detach() for n, t in architecture.build().state_dict().items()}
+    names = [names[0] for names in graph.aliases.values()]
+    element = random_permutation(graph, generator=torch.Generator().manual_seed(1))
+    write_shards(folder / "one", Drawn(like), names)
+    write_shards(folder / "two", Permuted(graph, element, Drawn(like)), names)
+    write_safetensors(folder / "element.safetensors", Move(permutation=element).flat())
+    weights = sum(like[n].numel() for n in names)
+    return {
+        "weights": weights,
+        "bytes": sum(like[n].numel() * like[n].element_size() for n in names),
+        "groups": len(graph.permutations),
+        "units": sum(t.numel() for t in element.values()),
+        "layer": 4 * sorted(like[n].numel() for n in names)[-1],
+        "gram": 4 * max(torch.Size(g.shape).numel() for g in graph.permutations) ** 2,
+    }
+
+
+def run_command(words: list[str]) -> dict[str, Any]:
+    """Run a command in a process of its own; what it took."""
+    begin, most, taken = time.perf_counter(), 0, {}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tu_symmetry", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    while process.poll() is None:
+        try:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            taken = dict(line.split(": ") for line in Path(f"/proc/{process.pid}/io").read_text().splitlines())
+            most = max(most, 1024 * int(status.split("RssAnon:")[1].split()[0]))
+        except (OSError, IndexError, ValueError):  # it has just ended
+            pass
+        time.sleep(_PAUSE)
+    said = process.stderr.read() if process.stderr else ""
+    if process.returncode:
+        raise RuntimeError(said.strip().splitlines()[-1] if said.strip() else f"exit status {process.returncode}")
+    seconds = time.perf_counter() - begin
+    return {"seconds": seconds, "memory": most, "read": int(taken["rchar"]), "written": int(taken["wchar"])}
+
+
+def measure(case: Case, folder: Path) -> dict[str, Any]:
+    """Plant, run the commands, and compare what they found with what was planted."""
+    facts = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.size", case.name, str(folder)], check=True, stdout=subprocess.PIPE
+        ).stdout.splitlines()[-1]
+    )
+    files = [str(folder / name / f"{name}.safetensors.index.json") for name in ("one", "two")]
+    found: dict[str, Any] = {"case": case.name, "dtype": case.dtype, **facts}
+    if "align" in case.commands:
+        found["align"] = run_command(["align", *files, *case.words(), "--out", str(folder / "aligned")])
+        aligned = sorted((folder / "aligned").glob("*.index.safetensors"))
+        found["align"]["entries that differ"] = differing(folder / "one", aligned[-1])
+        files = list(map(str, aligned))
+    found["merge"] = run_command(["merge", *files, *case.words(), "--out", str(folder / "merged.safetensors")])
+    found["merge"]["entries that differ"] = differing(folder / "one", folder / "merged.safetensors")
+    return found
+
+
+def differing(one: Path, other: Path) -> int:
+    """How many entries of two networks differ."""
+    a, b = (open_state(path) for path in (next(one.glob("*.index.json")), other))
+    return sum(int((a[name] != b[name]).sum()) for name in a)
+
+
+def run(settings: Settings) -> Section:
+    """The two networks one after the other, of which nothing is left; a small decoder for a quick run."""
+    rows, found = [], []
+    for case in [SMALL] if settings.quick else [DECODER, UNET]:
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(one := measure(case, Path(folder)))
+        for command in case.commands:
+            took = one[command]
+            rows.append(
+                [
+                    f"{case.name}: {command}",
+                    f"{one['weights'] / 1e6:.0f}",
+                    f"{one['bytes'] / 1e9:.2f}",
+                    f"{took['seconds']:.0f}",
+                    *(f"{took[kind] / 1e9:.2f}" for kind in ("memory", "read", "written")),
+                    str(took["entries that differ"]),
+                ]
+            )
+        settings.say(" | ".join(rows[-1]))
+    columns = [
+        "",
+        "weights (million)",
+        "a file, GB",
+        "s",
+        "memory, GB",
+        "read, GB",
+        "written, GB",
+        "entries that differ",
+    ]
+    text = (
+        "Two networks in shards on disk, of which the second is the first one, moved by a random permutation of all "
+        "units: `tu-symmetry align`, then `merge` of what it wrote (of the UNet, `merge` of both). Memory is the "
+        "largest resident memory of the process that is no page of a file, PyTorch included. Entries that differ are "
+        "those of the second network (of the merged one) that are not the first one's after the command."
+    )
+    exact = all(one[c]["entries that differ"] == 0 for one in found for c in ("align", "merge") if c in one)
+    goals = [Goal("the planted element is found, every unit of it", exact, "see the table")]
+    return Section("Networks larger than memory", text, [Grid("By the command line", columns, rows)], goals, found)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    chosen = next(case for case in (DECODER, UNET, SMALL) if case.name == sys.argv[1])
+    print(json.dumps(plant(chosen, Path(sys.argv[2]))))
