@@ -30,7 +30,7 @@ def near(state: State, seed: int, size: float = 0.2) -> State:
         if name.endswith("running_var"):
             found[name] = tensor * (size * noise).exp()
         elif tensor.is_floating_point():
-            found[name] = tensor + size * tensor.std().nan_to_num(1.0) * noise
+            found[name] = tensor + size * (tensor.std() if tensor.numel() > 1 else 1.0) * noise
     return found
 
 
