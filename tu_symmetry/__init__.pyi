@@ -19,6 +19,7 @@ from .alignment.merging import merge as merge
 from .alignment.removal import remove_symmetries as remove_symmetries
 from .alignment.repair import reestimate_batchnorm as reestimate_batchnorm
 from .alignment.repair import repair as repair
+from .alignment.transport import transport as transport
 from .callbacks.laplace import FitLaplace as FitLaplace
 from .callbacks.rebasin import Rebasin as Rebasin
 from .callbacks.scale import ScaleCanonicalization as ScaleCanonicalization

@@ -15,3 +15,4 @@ from .repair import correct as correct
 from .rotations import rotation_matching as rotation_matching
 from .signed import signed_matching as signed_matching
 from .straight_through import straight_through_matching as straight_through_matching
+from .transport import Transported as Transported

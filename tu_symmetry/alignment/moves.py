@@ -10,8 +10,22 @@ import torch
 from torch import Tensor
 
 from tu_symmetry.states import State, as_given
-from tu_symmetry.symmetry.action import Permuted, linear_tensors, require_range, scale_tensors, signed_tensors
-from tu_symmetry.symmetry.elements import LogScale, Maps, Permutation, SignedPermutation, Signs
+from tu_symmetry.symmetry.action import (
+    Permuted,
+    invert_signed,
+    linear_tensors,
+    require_range,
+    scale_tensors,
+    signed_tensors,
+)
+from tu_symmetry.symmetry.elements import (
+    LogScale,
+    Maps,
+    Permutation,
+    SignedPermutation,
+    Signs,
+    identity_permutation,
+)
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 
@@ -104,6 +118,20 @@ def move_tensors(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]
     moved = signed_tensors(graph, SignedPermutation(move.permutation, move.signs), moved)
     moved = linear_tensors(graph, move.maps, moved)
     return as_given(tensors, {n: t.to(tensors[n].dtype) for n, t in moved.items()})
+
+
+def undo_tensors(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> State:
+    """What :func:`move_tensors` made these tensors of, in their own dtypes."""
+    moved = linear_tensors(graph, _inverse(move.maps), tensors)
+    element = SignedPermutation(identity_permutation(graph) | move.permutation, move.signs)
+    moved = linear_tensors(graph, _inverse(move.balance), signed_tensors(graph, invert_signed(graph, element), moved))
+    back = {name: -logs for name, logs in move.log_scale.items()}
+    require_range(graph, back, moved)
+    return as_given(tensors, scale_tensors(graph, back, moved))
+
+
+def _inverse(maps: Maps) -> Maps:
+    return {name: torch.linalg.inv(own.double()) for name, own in maps.items()}
 
 
 class Moved(Permuted):
