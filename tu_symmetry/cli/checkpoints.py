@@ -107,7 +107,7 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
 
         from tu_symmetry.checkpoints.architecture import step
         from tu_symmetry.checkpoints.compare import compare
-        from tu_symmetry.checkpoints.files import find_checkpoints, load_checkpoint
+        from tu_symmetry.checkpoints.files import find_checkpoints, open_checkpoint
         from tu_symmetry.files import FileError
 
         console = Console(stderr=True)
@@ -118,7 +118,7 @@ def inspect(parser: argparse.ArgumentParser) -> Handler:
         with step(console, "verifying them in float64"):
             graph.require_verified()
         if files:
-            pair = [load_checkpoint(graph, file, arguments.prefix) for file in files]
+            pair = [dict(open_checkpoint(graph, file, arguments.prefix)) for file in files]
             with step(console, "comparing the two files"):
                 found = compare(graph, *pair)
             print(f"{files[0]} and {files[1]}: {found}")
