@@ -27,26 +27,26 @@ class Fingerprint(Brief):
     """Invariants of a network's orbit, all continuous in its weights.
 
     Attributes:
-        weights: for each tensor, in the form of least mass, what no permutation, sign or rotation changes: the sorted
+        invariants: for each tensor, in the form of least mass, what no permutation, sign or rotation changes: the sorted
             norms of its slices along each axis, or the singular values along an axis where matrices mix its entries.
         outputs: what the network computes on the graph's example inputs, in float64 and with epsilons of nearly zero;
             empty where the graph holds no network to run.
-        precision: the rounding of the weights, relative to them.
+        rounding: the rounding of the weights, relative to them.
     """
 
-    weights: dict[str, Tensor]
+    invariants: dict[str, Tensor]
     outputs: dict[str, Tensor]
-    precision: float
+    rounding: float
 
     def __post_init__(self) -> None:
         """Refuse what is not finite."""
-        bad = [name for name, held in (self.weights | self.outputs).items() if not bool(torch.isfinite(held).all())]
+        bad = [name for name, held in (self.invariants | self.outputs).items() if not bool(torch.isfinite(held).all())]
         if bad:
             raise SymmetryError(f"no fingerprint: {bad[0]} are not finite (a diverged run, or outputs that overflow)")
 
     def differences(self, other: Fingerprint) -> dict[str, float]:
         """The L2 distance of each part, relative to the larger of both norms; 0 where both are zero."""
-        own, others = ({f"weights of {n}": t for n, t in f.weights.items()} | f.outputs for f in (self, other))
+        own, others = ({f"weights of {n}": t for n, t in f.invariants.items()} | f.outputs for f in (self, other))
         if {n: t.shape for n, t in own.items()} != {n: t.shape for n, t in others.items()}:
             raise SymmetryError(
                 "fingerprints of different architectures, of different example inputs, or of networks of which one "
@@ -62,7 +62,7 @@ class Fingerprint(Brief):
     @property
     def tolerance(self) -> float:
         """The distance that the rounding of weights explains, with room for what computation adds."""
-        return max(_LEAST_TOLERANCE, _ROUNDING * self.precision)
+        return max(_LEAST_TOLERANCE, _ROUNDING * self.rounding)
 
     def matches(self, other: Fingerprint, *, tolerance: float | None = None) -> bool:
         """Whether the distance is within a tolerance; by default within the larger :attr:`tolerance` of both."""
@@ -70,7 +70,7 @@ class Fingerprint(Brief):
 
     def facts(self) -> list[tuple[str, str]]:
         """How many numbers there are, and what they tell apart."""
-        weights, outputs = (sum(t.numel() for t in held.values()) for held in (self.weights, self.outputs))
+        weights, outputs = (sum(t.numel() for t in held.values()) for held in (self.invariants, self.outputs))
         return [("numbers", f"{weights} of weights, {outputs} of outputs"), ("tolerance", f"{self.tolerance:.0e}")]
 
 
@@ -95,13 +95,15 @@ def fingerprint(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Fingerprin
     """
     least = least_form(graph, state)
     mixing = [group for group in graph.linears if not unfolded(graph, group, least)]
-    weights = {name: _invariants(graph, name, least[name], mixing) for name in graph.shapes if _continuous(least[name])}
+    invariants = {
+        name: _invariants(graph, name, least[name], mixing) for name in graph.shapes if _continuous(least[name])
+    }
     outputs = {}
     if graph.probe is not None:
         found = graph.probe.without_epsilons().run({n: t.double() if _continuous(t) else t for n, t in state.items()})
         outputs = {f"outputs {k}": t.double().flatten() for k, t in enumerate(found) if _continuous(t)}
-    precision = max((torch.finfo(t.dtype).eps for t in state.values() if _continuous(t)), default=0.0)
-    return Fingerprint(weights, outputs, precision)
+    rounding = max((torch.finfo(t.dtype).eps for t in state.values() if _continuous(t)), default=0.0)
+    return Fingerprint(invariants, outputs, rounding)
 
 
 def least_form(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> State:

@@ -59,7 +59,7 @@ class Comparison:
         }[self.verdict]
         return (
             f"{first}\n"
-            f"fingerprints: {self.fingerprints:.1e} apart ({self.most}), of which rounding explains {self.tolerance:.0e}\n"
+            f"fingerprints: {self.fingerprints:.1e} apart ({self.most}), rounding explains {self.tolerance:.0e}\n"
             f"distance of weights: {self.before:.4g} as they are, {self.after:.4g} after matching"
         )
 
