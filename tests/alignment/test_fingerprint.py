@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zoo import llama, named, small, some_cases, weights
 
 import tu_symmetry as tus
-from tu_symmetry.alignment import least_form
+from tu_symmetry.alignment.fingerprint import least_form
 from tu_symmetry.symmetry.running.weights import random_state
 
 State = dict[str, Tensor]
@@ -69,7 +69,7 @@ def test_the_distance_grows_with_the_change(name: str) -> None:
 
 def test_the_numbers_are_norms_of_the_least_form_and_outputs() -> None:
     graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-    found, least = tus.fingerprint(graph, moved(graph, state)), least_form(graph, state)
+    found, least = tus.fingerprint(graph, moved(graph, state)), least_form(graph, state)[0]
     for name in ("0.weight", "2.weight"):
         rows, columns = (least[name].square().sum(k).sqrt().sort().values for k in (1, 0))
         expected = torch.cat([least[name].norm().reshape(1), rows, columns])
@@ -107,12 +107,25 @@ def test_what_keeps_norms_is_told_by_the_outputs() -> None:
     assert max(differences[n] for n in differences if n.startswith("weights")) < 1e-12 < differences["outputs 0"]
 
 
+def test_units_without_a_least_form_are_left_out() -> None:
+    """A dead unit, and four units that matrices mix and three outputs read."""
+    graph, state = small(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    dead = state | {"2.weight": state["2.weight"] * torch.tensor([0.0, 1, 1, 1, 1, 1])}
+    found = tus.fingerprint(graph, dead)
+    assert {*found.left_out} == {"0.weight", "0.bias", "2.weight"} and {*found.invariants} == {"2.bias"}
+    assert found.matches(tus.fingerprint(graph, moved(graph, dead)))
+    graph, state = small(nn.Linear(5, 4), nn.Linear(4, 3), inputs=(2, 5))
+    found = tus.fingerprint(graph, state)
+    assert "1.weight" in found.left_out and found.matches(tus.fingerprint(graph, moved(graph, state)))
+    assert not found.matches(tus.fingerprint(graph, perturbed(graph, state, 0)))
+
+
 def test_single_precision_has_the_tolerance_of_its_rounding() -> None:
     _, graph, state = named("mlp_relu")
     rounded = {n: t.float() for n, t in state.items()}
     own, other = tus.fingerprint(graph, rounded), tus.fingerprint(graph, moved(graph, rounded))
     assert own.matches(other) and not own.matches(other, tolerance=1e-12)
-    assert own.tolerance > 1e-5 > tus.fingerprint(graph, state).tolerance
+    assert own.tolerance > 1e-6 > tus.fingerprint(graph, state).tolerance
     assert "of weights" in repr(own) and "of outputs" in repr(own)
 
 

@@ -78,7 +78,7 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
     if before == 0 and differences[most] <= tolerance:
         return Comparison("equal", (), *told, 0.0)
     same = one.matches(other)
-    least = least_form(graph, a), least_form(graph, b)
+    least = least_form(graph, a)[0], least_form(graph, b)[0]
     small = tolerance * inner_product(graph, least[0], least[0]) ** 0.5
     attempts = list(_attempts(graph))
     for kinds in attempts if same else attempts[-1:]:
