@@ -16,7 +16,7 @@ from tu_symmetry.scaling.folding import folding_element
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors, sign_tensors, unfolded
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import LinearGroup, some
+from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup, ScaleGroup, some
 
 _STILL, _MOST_TURNS = 1e-10, 100
 _ROUNDING, _LEAST_TOLERANCE = 20, 1e-8  # of a distance that counts as none, in units of the last place
@@ -144,7 +144,7 @@ def least_form(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[State
 
 def _reached(graph: SymmetryGraph, names: Collection[str]) -> set[str]:
     """The tensors of groups of factors and matrices with these names, and of all that meet one of them in a tensor."""
-    groups = (*graph.scales, *graph.normalizations, *graph.linears)
+    groups: tuple[ScaleGroup | LinearGroup, ...] = (*graph.scales, *graph.normalizations, *graph.linears)
     held = [(g.name in names, {m.parameter for m in g.members}) for g in groups]
     reached = set().union(*(own for first, own in held if first))
     while more := set().union(*(own for _, own in held if own & reached)) - reached:
@@ -159,7 +159,8 @@ def _continuous(tensor: Tensor) -> bool:
 def _invariants(graph: SymmetryGraph, name: str, tensor: Tensor, mixing: Sequence[LinearGroup]) -> Tensor:
     """What permutations and signs of slices leave of a tensor, and matrices too where they mix slices of it."""
     mixed = any(m.parameter == name for g in mixing for m in g.members)
-    own = [m for g in (*graph.permutations, *mixing) for m in g.members if m.parameter == name]
+    groups: tuple[PermutationGroup | LinearGroup, ...] = (*graph.permutations, *mixing)
+    own = [m for g in groups for m in g.members if m.parameter == name]
     apart = {m.axis for m in own if m.within_axis is not None}  # which slices these are depends on another axis
     parts = [tensor.norm().reshape(1)]
     for axis in range(tensor.ndim) if not (mixed and apart) else ():

@@ -73,7 +73,7 @@ class Experts(nn.ModuleList):
         if index is None or weights is None:
             return torch.cat([one(rows) for one, rows in zip(self, x.chunk(len(self)), strict=True)])
         share = (nn.functional.one_hot(index, len(self)).to(x.dtype) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
-        return sum(share[:, k, None] * one(x) for k, one in enumerate(self))  # type: ignore[return-value]
+        return sum(share[:, k, None] * one(x) for k, one in enumerate(self))
 
 
 def build(architecture: Mapping[str, Any], offsets: Sequence[str] = ()) -> nn.Module:
@@ -89,11 +89,11 @@ def build(architecture: Mapping[str, Any], offsets: Sequence[str] = ()) -> nn.Mo
     for name, module in list(model.named_modules()):
         if type(module).__name__ in offsets:
             weight, eps = module.weight, getattr(module, "eps", None) or module.variance_epsilon
-            model.set_submodule(name, PlainNorm(len(weight), eps))  # type: ignore[arg-type]
+            model.set_submodule(name, PlainNorm(len(weight), eps))
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            count, *sizes = module.down_proj.shape  # type: ignore[union-attr]
+            count, *sizes = module.down_proj.shape
             width, hidden = sizes if "Llama4" not in type(module).__name__ else sizes[::-1]
-            made = (Expert(width, hidden, module.act_fn) for _ in range(count))  # type: ignore[arg-type]
+            made = (Expert(width, hidden, module.act_fn) for _ in range(count))
             model.set_submodule(name, Experts(made))
     return model.double().eval()
 
