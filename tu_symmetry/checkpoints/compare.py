@@ -93,9 +93,7 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
 
 def _attempts(graph: SymmetryGraph) -> Iterator[tuple[str, ...]]:
     """Kinds of symmetries that a graph has, ever more of them."""
-    signs = ("signs",) * bool(graph.signs)
-    scales = ("scales",) * bool(graph.scales)
-    rotations = ("rotations",) * bool(graph.linears)
-    kinds = [(), signs, scales, (*signs, *scales), (*signs, *scales, *rotations)]
-    every = [*kinds, (*kinds[-1], "normalizations")] if graph.normalizations else kinds
+    signs, scales = ("signs",) * bool(graph.signs), ("scales",) * bool(graph.scales)
+    most = (*signs, *scales, *("rotations",) * bool(graph.linears))
+    every = ((), signs, scales, (*signs, *scales), most, (*most, *("normalizations",) * bool(graph.normalizations)))
     yield from dict.fromkeys(("permutations", *own) for own in every)
