@@ -118,6 +118,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "rotation_matching": lambda p: tus.alignment.rotation_matching(graph(), *states()),
     "balanced": lambda p: tus.alignment.balanced(graph(), states()[0]),
     "canonical_linear": lambda p: tus.alignment.canonical_linear(graph(), states()[0]),
+    "fingerprint": lambda p: tus.fingerprint(graph(), states()[0]),
     "canonical_signs": lambda p: tus.scaling.canonical_signs(graph(), states()[0]),
     "apply_signs": lambda p: tus.apply_signs(graph(), tus.random_signs(graph()), states()[0]),
     "signed_matching": lambda p: tus.alignment.signed_matching(graph(), *states()),
@@ -194,9 +195,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
-    "Alignment", "BalancedForm", "CanonicalForm", "Certificate", "GaussianPredictive", "LossBarrier", "MassProfile",
-    "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup", "LinearGroup",
-    "SignedPermutation", "SymmetryGraph",  # what comes back
+    "Alignment", "BalancedForm", "CanonicalForm", "Certificate", "Fingerprint", "GaussianPredictive", "LossBarrier",
+    "MassProfile", "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup",
+    "LinearGroup", "SignedPermutation", "SymmetryGraph",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own

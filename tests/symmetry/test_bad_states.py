@@ -90,6 +90,7 @@ ONE: dict[str, Callable[[State], Any]] = {
     ),
     "balanced": lambda s: tus.alignment.balanced(graph(), s),
     "canonical_linear": lambda s: tus.alignment.canonical_linear(graph(), s),
+    "fingerprint": lambda s: tus.fingerprint(graph(), s),
     "align over scales": lambda s: tus.align(graph(), [state(1), s], over=("permutations", "scales", "rotations")),
     "merge over scales": lambda s: tus.merge(graph(), [s, state(1)], MODEL, over=("permutations", "scales")),
     "align": lambda s: tus.align(graph(), [state(1), s]),

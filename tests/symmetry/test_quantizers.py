@@ -21,10 +21,10 @@ from tu_symmetry.symmetry.quantizers import left_out, match, smoothings
 from tu_symmetry.symmetry.running.weights import random_state
 
 Weights = dict[str, Tensor]
-SPARE = {"Llama", "Phi3"}  # the others are slow
+FAST = {"Llama"}
 every_decoder = pytest.mark.parametrize(
     ("name", "options"),
-    [pytest.param(n, o, id=n, marks=() if n in SPARE else pytest.mark.slow) for n, o, *_ in DECODERS],
+    [pytest.param(n, o, id=n, marks=() if n in FAST else pytest.mark.slow) for n, o, *_ in DECODERS],
 )
 
 
@@ -110,7 +110,9 @@ def test_llama_has_the_mappings_that_are_written_by_hand(tmp_path: Any) -> None:
     assert yaml.safe_load(yaml.safe_dump(awq)) == awq
 
 
-@pytest.mark.parametrize(("name", "options"), [("Llama", {}), ("Qwen2", {"num_key_value_heads": 4})])
+@pytest.mark.parametrize(
+    ("name", "options"), [("Llama", {}), pytest.param("Qwen2", {"num_key_value_heads": 4}, marks=pytest.mark.slow)]
+)
 def test_what_spinquant_is_told_may_be_rotated(name: str, options: dict[str, Any]) -> None:
     model, graph = decoder(name, **options)
     generator = torch.Generator().manual_seed(1)
@@ -143,10 +145,10 @@ def test_what_spinquant_is_told_may_be_rotated(name: str, options: dict[str, Any
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("Gemma2", {"head_dim": 6}, "Untie the head"),
-        ("Starcoder2", {}, "LayerNorm subtracts a mean"),
+        pytest.param("Gemma2", {"head_dim": 6}, "Untie the head", marks=pytest.mark.slow),
+        pytest.param("Starcoder2", {}, "LayerNorm subtracts a mean", marks=pytest.mark.slow),
         ("Phi3", {}, "one layer each of queries, keys and values"),
-        ("Cohere2", {}, "no embedding makes a stream"),
+        pytest.param("Cohere2", {}, "no embedding makes a stream", marks=pytest.mark.slow),
     ],
 )
 def test_spinquant_refuses_what_its_names_cannot_say(name: str, options: dict[str, Any], why: str) -> None:

@@ -6,7 +6,6 @@ from .barrier import LossBarrier as LossBarrier
 from .barrier import loss_barriers as loss_barriers
 from .barrier import measure as measure
 from .fingerprint import Fingerprint as Fingerprint
-from .fingerprint import least_form as least_form
 from .matching import Matching as Matching
 from .merging import Merged as Merged
 from .merging import average as average

@@ -59,7 +59,7 @@ class Comparison:
         }[self.verdict]
         return (
             f"{first}\n"
-            f"fingerprints: {self.fingerprints:.1e} apart ({self.most}), of which rounding explains {self.tolerance:.0e}\n"
+            f"fingerprints: {self.fingerprints:.1e} apart ({self.most}), rounding explains {self.tolerance:.0e}\n"
             f"distance of weights: {self.before:.4g} as they are, {self.after:.4g} after matching"
         )
 
@@ -78,7 +78,7 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
     if before == 0 and differences[most] <= tolerance:
         return Comparison("equal", (), *told, 0.0)
     same = one.matches(other)
-    least = least_form(graph, a), least_form(graph, b)
+    least = least_form(graph, a)[0], least_form(graph, b)[0]
     small = tolerance * inner_product(graph, least[0], least[0]) ** 0.5
     attempts = list(_attempts(graph))
     for kinds in attempts if same else attempts[-1:]:
@@ -93,9 +93,7 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
 
 def _attempts(graph: SymmetryGraph) -> Iterator[tuple[str, ...]]:
     """Kinds of symmetries that a graph has, ever more of them."""
-    signs = ("signs",) * bool(graph.signs)
-    scales = ("scales",) * bool(graph.scales)
-    rotations = ("rotations",) * bool(graph.linears)
-    kinds = [(), signs, scales, (*signs, *scales), (*signs, *scales, *rotations)]
-    every = [*kinds, (*kinds[-1], "normalizations")] if graph.normalizations else kinds
+    signs, scales = ("signs",) * bool(graph.signs), ("scales",) * bool(graph.scales)
+    most = (*signs, *scales, *("rotations",) * bool(graph.linears))
+    every = ((), signs, scales, (*signs, *scales), most, (*most, *("normalizations",) * bool(graph.normalizations)))
     yield from dict.fromkeys(("permutations", *own) for own in every)

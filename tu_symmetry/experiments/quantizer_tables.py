@@ -73,7 +73,7 @@ class Experts(nn.ModuleList):
         if index is None or weights is None:
             return torch.cat([one(rows) for one, rows in zip(self, x.chunk(len(self)), strict=True)])
         share = (nn.functional.one_hot(index, len(self)).to(x.dtype) * weights.unsqueeze(-1).to(x.dtype)).sum(1)
-        return sum(share[:, k, None] * one(x) for k, one in enumerate(self))  # type: ignore[return-value]
+        return sum(share[:, k, None] * one(x) for k, one in enumerate(self))
 
 
 def build(architecture: Mapping[str, Any], offsets: Sequence[str] = ()) -> nn.Module:
@@ -89,11 +89,11 @@ def build(architecture: Mapping[str, Any], offsets: Sequence[str] = ()) -> nn.Mo
     for name, module in list(model.named_modules()):
         if type(module).__name__ in offsets:
             weight, eps = module.weight, getattr(module, "eps", None) or module.variance_epsilon
-            model.set_submodule(name, PlainNorm(len(weight), eps))  # type: ignore[arg-type]
+            model.set_submodule(name, PlainNorm(len(weight), eps))
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            count, *sizes = module.down_proj.shape  # type: ignore[union-attr]
+            count, *sizes = module.down_proj.shape
             width, hidden = sizes if "Llama4" not in type(module).__name__ else sizes[::-1]
-            made = (Expert(width, hidden, module.act_fn) for _ in range(count))  # type: ignore[arg-type]
+            made = (Expert(width, hidden, module.act_fn) for _ in range(count))
             model.set_submodule(name, Experts(made))
     return model.double().eval()
 
@@ -162,7 +162,9 @@ def audited(
                 for smooth, balance in own[architecture[quantizer]]
                 for c in tried(graph, model, state, smooth, balance, quantizer, generator)
             ]
-            found[quantizer] = [c._asdict() for c in (*_told(claims, holding), *_missing(claims, holding, quantizer))]
+            vectors = {name for name, shape in graph.shapes.items() if len(shape) == 1}
+            unsaid = _missing(claims, [s for s in holding if quantizer == "awq" or f"{s.smooth}.weight" in vectors])
+            found[quantizer] = [c._asdict() for c in (*_told(claims, holding), *unsaid)]
     if "spinquant" in architecture:
         found["spinquant"] = [c._asdict() for c in turned(graph, model, state, rotations, generator)]
     return found
@@ -251,8 +253,9 @@ def scaled(
     Raises:
         SymmetryError: shapes to which the factors do not fit, or a layer without weights.
     """
-    if f"{smooth}.weight" not in state:
-        raise SymmetryError("the smooth layer has no weights")
+    empty = [name for name in (smooth, *balance) if f"{name}.weight" not in state]
+    if empty:
+        raise SymmetryError(f"{_short(set(empty))} has no weights")
     columns, rows = {state[f"{name}.weight"].shape[-1] for name in balance}, len(state[f"{smooth}.weight"])
     size = min(columns)
     factors = torch.exp(0.5 * torch.randn(size, dtype=torch.float64, generator=generator, device="cpu"))
@@ -283,17 +286,11 @@ def _told(claims: Sequence[Claim], holding: Sequence[Smoothing]) -> Iterator[Cla
         yield claim._replace(why="; ".join(told) or "no factor is free") if claim.verdict == "fails" else claim
 
 
-def _missing(claims: Sequence[Claim], holding: Sequence[Smoothing], quantizer: str) -> Iterator[Claim]:
-    """What could be said and is not; for SmoothQuant, which smooths norms, that of vectors alone."""
+def _missing(claims: Sequence[Claim], holding: Sequence[Smoothing]) -> Iterator[Claim]:
+    """What a table could say and does not; SmoothQuant smooths norms alone."""
     said = {(c.smooth, frozenset(c.balance)) for c in claims if c.verdict in ("holds", "skipped")}
     for s in holding:
-        norm = "norm" in s.smooth.rpartition(".")[2] or "ln_" in s.smooth.rpartition(".")[2]
-        if (
-            s.balance
-            and not s.problem
-            and (s.smooth, frozenset(s.balance)) not in said
-            and (quantizer == "awq" or (norm and s.rows is None))
-        ):
+        if not s.problem and (s.smooth, frozenset(s.balance)) not in said:
             yield Claim(s.smooth, s.balance, "missing")
 
 
