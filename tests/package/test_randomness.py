@@ -163,6 +163,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "LaplaceRegressionRoutine": lambda p: tus.routines.LaplaceRegressionRoutine(plain(), 3, nn.MSELoss()),
     "EpistemicCriterion": lambda p: tus.routines.EpistemicCriterion(),
     "HMCRoutine": lambda p: tus.routines.HMCRoutine(net()),
+    "MCLMCRoutine": lambda p: tus.routines.MCLMCRoutine(net()),
     "MembersRoutine": lambda p: tus.routines.MembersRoutine(net(), 2).member(1),
     "VariationalRoutine": lambda p: tus.routines.VariationalRoutine(plain()).posterior().sample(2),
     "DeepImagePriorRoutine": lambda p: tus.routines.DeepImagePriorRoutine(plain()),
@@ -201,6 +202,7 @@ NO_CALL = {
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own
+    "UCIDataModule", "Convergence",
     "LaplaceMixture",  # with LinearizedLaplace
     "MembersStrategy",  # of a trainer of several processes
     "Call", "Likelihood", "elementwise",  # what a user's own class or rule is made of

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from tu_symmetry.datamodules import UCIDataModule
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import digest_folder, read_json
+from tu_symmetry.metrics.functional.convergence import convergence
 from tu_symmetry.posterior.compact import CompactPosterior, sample_low_rank
-from tu_symmetry.posterior.convergence import convergence
 from tu_symmetry.posterior.network import derived_seed, gaussian_nll
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
@@ -257,7 +257,10 @@ def space_table(found: Found, title: str) -> Grid:
     }
     optima = ", ".join("{before:.0f} → {after:.0f} ({gradient:.1g})".format(**s["optimum"]) for s in splits)
     sigma = ", ".join(f"{n} {fmean(s['sigma'][n] for s in splits):.3f}" for n in splits[0]["sigma"])
-    caption = f"rms σ of the Gaussians: {sigma}; potential (nats) of the first network → where it is linearized (norm of the gradient there): {optima}"
+    caption = (
+        f"rms σ of the Gaussians: {sigma}; potential (nats) of the first network → where it is linearized (norm of the "
+        f"gradient there): {optima}"
+    )
     return table(title, rows, columns, caption, "space")
 
 

@@ -1,3 +1,5 @@
+from .convergence import Convergence as Convergence
+from .convergence import convergence as convergence
 from .discrepancy import Removal as Removal
 from .discrepancy import maximum_mean_discrepancy as maximum_mean_discrepancy
 from .discrepancy import network_discrepancy as network_discrepancy
