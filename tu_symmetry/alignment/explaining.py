@@ -123,9 +123,7 @@ class Preflight(Brief):
     @property
     def verdict(self) -> str:
         """Whether a merge can work, by what was seen of the merges of small networks (see the page on merging)."""
-        for least, words in _VERDICTS:
-            if self.correlation >= least:
-                break
+        words = next(words for least, words in _VERDICTS if self.correlation >= least)
         return f"{words} (units correlate by {self.correlation:.2f})"
 
     def grid(self) -> Grid:
