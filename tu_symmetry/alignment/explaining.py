@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,9 +126,17 @@ class Preflight(Brief):
         words = next(words for least, words in _VERDICTS if self.correlation >= least)
         return f"{words} (units correlate by {self.correlation:.2f})"
 
-    def grid(self) -> Grid:
-        """A row for each group of units."""
-        return _groups(self.given, self.matched, f"Preflight: {self.verdict}")
+    def groups(self) -> Grid:
+        """The correlations of each group of units."""
+        header = ["group", "units", "places", "as given", "matched", "best order", "an order for each place"]
+        pairs = {name: (self.given[name], one) for name, one in self.matched.items()}
+        pairs["all"] = overall(self.given), overall(self.matched)
+        rows = [
+            [name, f"{one.units}", f"{one.places}"]
+            + [f"{value:.3f}" for value in (before.matched, one.matched, one.best, one.untied)]
+            for name, (before, one) in pairs.items()
+        ]
+        return Grid(f"Distance {self.distance_before:.3g} before, {self.distance_after:.3g} after", header, rows)
 
 
 @leaves_randomness
@@ -158,12 +166,11 @@ def preflight(
     networks, batches = StateSource(states), reusable(dataloader)
     aligned = align(graph, list(networks), over=over, certify=False)
     moved, shares = networks.moved(graph, aligned.moves), [1.0] * len(networks)
-    found = (_likeness_of_pairs(graph, model, each, shares, batches) for each in (networks, moved))
-    return Preflight(_spread(graph, networks, shares), _spread(graph, moved, shares), *found)
+    return Preflight(**_looked_at(graph, model, networks, moved, shares, batches))
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Brief):
+class Explanation(Preflight):
     """Where the barrier of a merge went, and what is left of it.
 
     The barrier is the loss of the mean above the members' own. What matching and the correction of statistics take off
@@ -177,20 +184,12 @@ class Explanation(Brief):
         statistics: what the correction took off it: what stale statistics of normalizations, or too small variances of
             mean units, had cost.
         left: of the merged network.
-        distance_before: L2 distance of the networks' parameters as given, the root of the mean square over pairs.
-        distance_after: the same after alignment.
-        given: how alike their units are as they were given, by groups.
-        matched: the same after alignment.
     """
 
     barrier: float | None
     matching: float | None
     statistics: float | None
     left: float | None
-    distance_before: float
-    distance_after: float
-    given: dict[str, Likeness]
-    matched: dict[str, Likeness]
 
     @property
     def better_order(self) -> float:
@@ -209,33 +208,17 @@ class Explanation(Brief):
 
     def grid(self) -> Grid:
         """The parts of barrier, distance and correlation; ``markdown()`` and ``to_dict()`` make text and JSON of it."""
-        before, after = overall(self.given).matched, overall(self.matched).matched
-
-        def show(value: float | None, form: str = "+.3g") -> str:
-            return "" if value is None else f"{value:{form}}"
-
-        def minus(value: float | None) -> float | None:
-            return None if value is None else -value
-
-        rows = [
-            ["as given", show(self.barrier, ".3g"), show(self.distance_before, ".3g"), show(before, ".3f")],
-            [
-                "matching",
-                show(minus(self.matching)),
-                show(self.distance_after - self.distance_before),
-                show(after - before, "+.3f"),
-            ],
-            ["statistics", show(minus(self.statistics)), "", ""],
-            ["left", show(self.left, ".3g"), show(self.distance_after, ".3g"), show(after, ".3f")],
-            ["a better order, at most", "", "", show(self.better_order, "+.3f")],
-            ["an order for each layer", "", "", show(self.ties, "+.3f")],
-            ["no order", "", "", show(self.unexplained, "+.3f")],
-        ]
+        parts = {
+            "as given": (self.barrier, self.distance_before, overall(self.given).matched),
+            "matching": (self.matching, self.distance_before - self.distance_after, None),
+            "statistics": (self.statistics, None, None),
+            "left": (self.left, self.distance_after, self.correlation),
+            "a better order, at most": (None, None, self.better_order),
+            "an order for each layer": (None, None, self.ties),
+            "no order": (None, None, self.unexplained),
+        }
+        rows = [[name, *("" if v is None else f"{v:.3g}" for v in values)] for name, values in parts.items()]
         return Grid("What is left of the barrier", ["", "barrier", "distance", "correlation"], rows)
-
-    def groups(self) -> Grid:
-        """The correlations of each group of units."""
-        return _groups(self.given, self.matched, "Correlation of units")
 
     def draw(self, path: Path) -> None:
         """Write a figure: the barrier step by step, and the correlation of each group with what it lacks."""
@@ -243,13 +226,10 @@ class Explanation(Brief):
 
         shades = (plots.BLUE, plots.GREEN, plots.ORANGE, plots.GRAY)
         with plots.figure(path, 2) as (left, right):
-            steps = {"matching": self.matching, "statistics": self.statistics, "left": self.left}
-            top = self.barrier or 0.0
-            left.bar("as given", top, color=plots.GRAY)
-            for (name, value), color in zip(steps.items(), shades, strict=False):
-                height = value or 0.0
-                left.bar(name, height, bottom=top - height if name != "left" else 0.0, color=color)
-                top -= height if name != "left" else 0.0
+            steps = {"as given": self.barrier, "matching": self.matching, "statistics": self.statistics}
+            heights = [value or 0.0 for value in (*steps.values(), self.left)]
+            bottoms = [0.0, heights[0] - heights[1], heights[3], 0.0]
+            left.bar([*steps, "left"], heights, bottom=bottoms, color=[plots.GRAY, *shades[:3]])
             left.set(title="Barrier", ylabel="loss above the members'")
             for name, one in self.matched.items():
                 start = 0.0
@@ -284,66 +264,52 @@ def explain(
         between = barriers.get("naive_corrected", corrected if "naive" not in barriers else naive)
         matching = (naive - aligned + between - corrected) / 2
         statistics, left = (naive - between + aligned - corrected) / 2, corrected
-    return Explanation(
-        naive,
-        matching,
-        statistics,
-        left,
-        _spread(graph, given, weights),
-        _spread(graph, moved, weights),
-        _likeness_of_pairs(graph, model, given, weights, batches),
-        _likeness_of_pairs(graph, model, moved, weights, batches),
-    )
+    looked = _looked_at(graph, model, given, moved, weights, batches)
+    return Explanation(**looked, barrier=naive, matching=matching, statistics=statistics, left=left)
 
 
 def overall(groups: Mapping[str, Likeness]) -> Likeness:
     """All groups together: each unit counts at each of its places."""
-    counts = [one.units * one.places for one in groups.values()]
-    means = (
-        sum(c * getattr(one, key) for c, one in zip(counts, groups.values(), strict=True)) / sum(counts)
-        for key in ("matched", "best", "untied")
-    )
+    means = _means(groups.values(), [one.units * one.places for one in groups.values()])
     return Likeness(sum(one.units for one in groups.values()), max(one.places for one in groups.values()), *means)
 
 
-def _likeness_of_pairs(
-    graph: SymmetryGraph, model: nn.Module, networks: Sequence[State], shares: Sequence[float], batches: Iterable[Any]
-) -> dict[str, Likeness]:
-    """The mean over all pairs of networks, each by the product of its shares."""
-    pairs = list(itertools.combinations(range(len(networks)), 2))
-    found = [(shares[i] * shares[j], likeness(graph, model, networks[i], networks[j], batches)) for i, j in pairs]
-    if not found[0][1]:
-        raise ValueError(
-            f"no layer of {type(model).__name__} shows units that may be permuted: functions read them, no modules "
-            "such as nn.Linear and nn.Conv2d, or there are none (print the graph)"
-        )
-    total = sum(share for share, _ in found)
+def _looked_at(
+    graph: SymmetryGraph,
+    model: nn.Module,
+    given: Sequence[State],
+    moved: Sequence[State],
+    shares: Sequence[float],
+    batches: Iterable[Any],
+) -> dict[str, Any]:
+    """The attributes of a preflight: means over pairs of networks, each by the product of its shares."""
+    pairs = [(i, j, shares[i] * shares[j]) for i, j in itertools.combinations(range(len(shares)), 2)]
+    total = sum(share for *_, share in pairs)
+
+    def distance(networks: Sequence[State]) -> float:
+        squares = (share * weight_distance(graph, networks[i], networks[j]) ** 2 for i, j, share in pairs)
+        return math.sqrt(sum(squares) / total)
+
+    def alike(networks: Sequence[State]) -> dict[str, Likeness]:
+        found = [likeness(graph, model, networks[i], networks[j], batches) for i, j, _ in pairs]
+        if not found[0]:
+            raise ValueError(
+                f"no layer of {type(model).__name__} shows units that may be permuted: functions read them, no modules "
+                "such as nn.Linear and nn.Conv2d, or there are none (print the graph)"
+            )
+        return {
+            name: Likeness(one.units, one.places, *_means([own[name] for own in found], [share for *_, share in pairs]))
+            for name, one in found[0].items()
+        }
+
     return {
-        name: Likeness(
-            one.units,
-            one.places,
-            *(
-                sum(share * getattr(own[name], key) for share, own in found) / total
-                for key in ("matched", "best", "untied")
-            ),
-        )
-        for name, one in found[0][1].items()
+        "distance_before": distance(given),
+        "distance_after": distance(moved),
+        "given": alike(given),
+        "matched": alike(moved),
     }
 
 
-def _spread(graph: SymmetryGraph, networks: Sequence[State], shares: Sequence[float]) -> float:
-    """The root of the mean squared distance of pairs, each by the product of its shares."""
-    pairs = list(itertools.combinations(range(len(networks)), 2))
-    squares = [shares[i] * shares[j] * weight_distance(graph, networks[i], networks[j]) ** 2 for i, j in pairs]
-    return math.sqrt(sum(squares) / sum(shares[i] * shares[j] for i, j in pairs))
-
-
-def _groups(given: Mapping[str, Likeness], matched: Mapping[str, Likeness], title: str) -> Grid:
-    header = ["group", "units", "places", "as given", "matched", "best order", "an order for each place"]
-    pairs = {name: (given[name], one) for name, one in matched.items()} | {"all": (overall(given), overall(matched))}
-    rows = [
-        [name, f"{one.units}", f"{one.places}"]
-        + [f"{value:.3f}" for value in (before.matched, one.matched, one.best, one.untied)]
-        for name, (before, one) in pairs.items()
-    ]
-    return Grid(title, header, rows)
+def _means(every: Collection[Likeness], shares: Sequence[float]) -> Iterator[float]:
+    for key in ("matched", "best", "untied"):
+        yield sum(w * getattr(one, key) for w, one in zip(shares, every, strict=True)) / sum(shares)
