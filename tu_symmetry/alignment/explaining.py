@@ -29,9 +29,9 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 _VERDICTS = (
-    (0.7, "a merge works"),
-    (0.55, "a merge can work: measure it"),
-    (-math.inf, "a merge loses much"),
+    (0.7, "a merge loses little"),
+    (0.55, "a merge mostly loses little: measure it"),
+    (-math.inf, "a merge may lose much: measure it"),
 )
 
 
@@ -114,6 +114,11 @@ class Preflight(Brief):
     distance_after: float
     given: dict[str, Likeness]
     matched: dict[str, Likeness]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """As other results, with one correlation in place of those of each group."""
+        own = [fact for fact in super().facts() if fact[0] not in ("given", "matched")]
+        return [*own, ("correlation", f"{overall(self.given).matched:.3f}, {self.correlation:.3f} after")]
 
     @property
     def correlation(self) -> float:
@@ -231,15 +236,19 @@ class Explanation(Preflight):
             bottoms = [0.0, heights[0] - heights[1], heights[3], 0.0]
             left.bar([*steps, "left"], heights, bottom=bottoms, color=[plots.GRAY, *shades[:3]])
             left.set(title="Barrier", ylabel="loss above the members'")
-            for name, one in self.matched.items():
-                start = 0.0
-                for color, end in zip(shades, (one.matched, one.best, one.untied, 1.0), strict=True):
-                    right.barh(name, end - start, left=start, color=color)
-                    start = end
+            shares = {
+                "matched": lambda one: one.matched,
+                "a better order": lambda one: one.best - one.matched,
+                "an order for each layer": lambda one: one.untied - one.best,
+                "no order": lambda one: 1 - one.untied,
+            }
+            starts = [0.0] * len(self.matched)
+            for color, (label, share) in zip(shades, shares.items(), strict=True):
+                lengths = [share(one) for one in self.matched.values()]
+                right.barh(list(self.matched), lengths, left=starts, color=color, label=label)
+                starts = [start + length for start, length in zip(starts, lengths, strict=True)]
             right.set(title="Correlation of units", xlim=(min(0.0, *(one.matched for one in self.matched.values())), 1))
-            handles = [right.barh([], [], color=color) for color in shades]
-            labels = ["matched", "a better order", "an order for each layer", "no order"]
-            right.legend(handles, labels, loc="lower center", bbox_to_anchor=(0.4, 1.08), ncols=2)
+            right.legend(loc="lower center", bbox_to_anchor=(0.4, 1.08), ncols=2)
 
 
 def explain(
