@@ -95,7 +95,9 @@ def merged(graph: Any, every: Any, x: Tensor, device: Any) -> Any:
     loader = [(x, data()[1].to(device))]
     found = tus.merge(graph, every, network().to(device), loader, correction="repair")
     barrier = tus.loss_barrier(network().to(device), *every[:2], loader, nn.functional.cross_entropy)
-    return found.state, torch.as_tensor(float(barrier.barrier), device=device)
+    found.explain()
+    carried = tus.transport(graph, every[0], every[1], every[2])
+    return found.state, carried.state, torch.as_tensor(float(barrier.barrier), device=device)
 
 
 def canonical(graph: Any, every: Any, x: Tensor, device: Any) -> Any:

@@ -150,6 +150,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "correct": lambda p: tus.alignment.correct(net(), states(), [0.5, 0.5], states()[0], loader(), "repair"),
     "measure": lambda p: tus.alignment.measure(net(), states()[0], loader(), {"loss": nn.functional.cross_entropy}),
     "StateSource": lambda p: tus.alignment.StateSource(states()).only([1])[0],
+    "transport": lambda p: tus.transport(graph(), *states(), states()[0]),
+    "likeness": lambda p: tus.alignment.likeness(graph(), net(), *states(), loader()),
+    "preflight": lambda p: tus.alignment.preflight(graph(), states(), net(), loader()),
     "merge": lambda p: tus.merge(graph(), states(), net(), loader(), correction="repair"),
     "reestimate_batchnorm": lambda p: tus.reestimate_batchnorm(net(), states()[0], loader()),
     "loss_barrier": lambda p: tus.loss_barrier(net(), *states(), loader(), nn.functional.cross_entropy, points=3),
@@ -196,9 +199,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
-    "Alignment", "BalancedForm", "CanonicalForm", "Certificate", "Fingerprint", "GaussianPredictive", "LossBarrier",
-    "MassProfile", "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "ScaleGroup", "SignGroup",
-    "LinearGroup", "SignedPermutation", "SymmetryGraph",  # what comes back
+    "Alignment", "BalancedForm", "CanonicalForm", "Certificate", "Explanation", "Fingerprint", "GaussianPredictive",
+    "Likeness", "LossBarrier", "MassProfile", "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "Preflight",
+    "ScaleGroup", "SignGroup", "LinearGroup", "SignedPermutation", "SymmetryGraph", "Transported",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own

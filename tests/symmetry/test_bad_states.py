@@ -96,6 +96,12 @@ ONE: dict[str, Callable[[State], Any]] = {
     "align": lambda s: tus.align(graph(), [state(1), s]),
     "merge": lambda s: tus.merge(graph(), [state(1), s], MODEL),
     "merge reference": lambda s: tus.merge(graph(), [state(1), state(2)], MODEL, reference=s),
+    "transport base": lambda s: tus.transport(graph(), s, state(1), state(2)),
+    "transport": lambda s: tus.transport(graph(), state(1), s, state(2)),
+    "transport new base": lambda s: tus.transport(graph(), state(1), state(2), s),
+    "likeness reference": lambda s: tus.alignment.likeness(graph(), MODEL, s, state(1), loader()),
+    "likeness": lambda s: tus.alignment.likeness(graph(), MODEL, state(1), s, loader()),
+    "preflight": lambda s: tus.alignment.preflight(graph(), [state(1), s], MODEL, loader()),
     "align universe": lambda s: tus.align(graph(), [state(1), s], reference="universe"),
     "align reference": lambda s: tus.align(graph(), [state(1)], reference=s),
     "align activation": lambda s: tus.align(
@@ -201,7 +207,7 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
 @pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], MODEL])
 def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
-        if isinstance(given, str) and name.startswith(("align reference", "merge", "average")):
+        if isinstance(given, str) and name.startswith(("align reference", "merge", "average", "transport", "preflight")):
             continue  # the name of a reference; a file
         if given is None and (name.endswith("s reference") or name == "merge reference"):
             continue  # no reference

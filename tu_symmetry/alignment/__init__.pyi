@@ -5,6 +5,11 @@ from .balance import canonical_linear as canonical_linear
 from .barrier import LossBarrier as LossBarrier
 from .barrier import loss_barriers as loss_barriers
 from .barrier import measure as measure
+from .explaining import Explanation as Explanation
+from .explaining import Likeness as Likeness
+from .explaining import Preflight as Preflight
+from .explaining import likeness as likeness
+from .explaining import preflight as preflight
 from .fingerprint import Fingerprint as Fingerprint
 from .matching import Matching as Matching
 from .merging import Merged as Merged

@@ -68,8 +68,10 @@ def activation_matching(
     if similarity not in get_args(Similarity):
         raise ValueError(f"unknown similarity {similarity!r}: 'product' or 'correlation'")
     before = weight_distance(graph, reference_state, state)
-    places = {g.name: _places(graph, model, g) for g in graph.permutations}
-    grams = _observe(graph, model, reference_state, state, dataloader, places, similarity)
+    places = all_places(graph, model)
+    grams: dict[str, Tensor] = {}
+    for (name, _), gram in observe(graph, model, reference_state, state, dataloader, places, similarity).items():
+        grams[name] = grams[name] + gram if name in grams else gram
     weights = WeightSimilarities.of(graph, reference_state, state)
     permutation = identity_permutation(graph)
     objective = 0.0
@@ -92,6 +94,11 @@ def activation_matching(
     after = weight_distance(graph, reference_state, permute_tensors(graph, permutation, state))
     by_weights = tuple(name for family in unseen for name in sorted(family.names))
     return Matching(permutation, objective, sweeps, converged, before, after, by_weights)
+
+
+def all_places(graph: SymmetryGraph, model: nn.Module) -> dict[str, list[_Place]]:
+    """Where the units of each group show up."""
+    return {group.name: _places(graph, model, group) for group in graph.permutations}
 
 
 def _places(graph: SymmetryGraph, model: nn.Module, group: PermutationGroup) -> list[_Place]:
@@ -148,7 +155,7 @@ def _units(activation: Tensor, axis: int, index: Tensor) -> Tensor:
     return moved.index_select(0, index.reshape(-1).to(moved.device)).reshape(index.shape[0], -1)
 
 
-def _observe(
+def observe(
     graph: SymmetryGraph,
     model: nn.Module,
     reference_state: Mapping[str, Tensor],
@@ -156,8 +163,8 @@ def _observe(
     dataloader: Iterable[Any],
     places: Mapping[str, list[_Place]],
     similarity: Similarity,
-) -> dict[str, Tensor]:
-    """Similarities of the units that the data show: group to ``[units, units]``, blocks flattened, on the host."""
+) -> dict[tuple[str, str], Tensor]:
+    """Similarities that the data show: a group and a module to ``[units, units]``, blocks flattened, on the host."""
     wanted: list[tuple[str, _Place, Tensor]] = []
     for group in graph.permutations:
         below = descendants(graph, group)
@@ -192,13 +199,12 @@ def _observe(
                     if not all(1 / _ORDINARY < size < _ORDINARY for size in map(largest_entry, pair) if size > 0):
                         pair = [t.double() for t in pair]  # single precision does not hold their products
                     moments.setdefault((name, place.module), Moments()).add(*pair)
-    totals: dict[str, Tensor] = {}
+    shown: dict[tuple[str, str], Tensor] = {}
     for (name, module), found in moments.items():
-        result = _similarities(found, similarity)
+        result = shown[name, module] = _similarities(found, similarity)
         if not torch.isfinite(result).all():
             raise ValueError(
                 f"activations at {module!r} are NaN or infinite; the weights are finite, so look at the inputs, or at "
                 "running variances that are zero or negative"
             )
-        totals[name] = totals[name] + result if name in totals else result
-    return totals
+    return shown

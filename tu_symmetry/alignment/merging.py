@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tu_symmetry.alignment.align import Reference, certified
 from tu_symmetry.alignment.barrier import Loss, between, mean_loss, measure
 from tu_symmetry.alignment.consensus import Progress, find_target, read
+from tu_symmetry.alignment.explaining import Explanation, explain
 from tu_symmetry.alignment.moves import Move, Moves, moved
 from tu_symmetry.alignment.networks import Network, Networks, StateSource
 from tu_symmetry.alignment.over import Over, check_over
@@ -47,6 +48,15 @@ class StaleStatisticsWarning(UserWarning):
     """A merged network normalizes by averages of the statistics that its networks had apart."""
 
 
+class Given(NamedTuple):
+    """What was merged."""
+
+    graph: SymmetryGraph
+    networks: StateSource
+    model: nn.Module
+    data: Iterable[Any]
+
+
 @dataclass(frozen=True, repr=False)
 class Merged(Moves, Brief):
     """A merged network, and what each step towards it was worth.
@@ -69,6 +79,7 @@ class Merged(Moves, Brief):
         certificates: for each permuted network, by how much its outputs on the graph's example inputs changed.
         uncertified: why nothing was measured; empty where something was.
         over: which symmetries moved networks.
+        given: what :meth:`explain` reads: the networks and what they were merged with.
     """
 
     state: State
@@ -82,6 +93,34 @@ class Merged(Moves, Brief):
     uncertified: str = ""
     ensemble: Scores = field(default_factory=dict)
     over: tuple[Over, ...] = ("permutations",)
+    given: Given | None = field(default=None, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"given": None}  # the networks are not part of a file
+
+    def facts(self) -> list[tuple[str, str]]:
+        """As other results, without the networks."""
+        return [fact for fact in super().facts() if fact[0] != "given"]
+
+    def explain(self, dataloader: Iterable[Any] | None = None) -> Explanation:
+        """What is left of the barrier, and why: matching, statistics, units that are tied, or not alike.
+
+        The networks are read again, and each pair of them is run on the batches, as given and aligned.
+
+        Args:
+            dataloader: batches of inputs; if left out, those of :func:`merge`.
+
+        Raises:
+            ValueError: no batches here or there, a result that was pickled, one network with all the weight, or a
+                network that shows no units.
+        """
+        if self.given is None:
+            raise ValueError("the networks are not kept in a pickled result: call explain() where merge() was called")
+        graph, networks, model, data = self.given
+        batches = data if dataloader is None else dataloader
+        if isinstance(batches, list) and not batches:
+            raise ValueError("explaining a merge compares what units compute: pass batches, merged.explain(dataloader)")
+        return explain(graph, networks, self.moves, self.weights, self.barriers, model, batches)
 
     @property
     def verdict(self) -> str:
@@ -232,8 +271,9 @@ def merge(
                 stacklevel=5,
             )
         ensemble = kept.get("scores/ensemble", {})
+        seen = Given(graph, networks, model, held if dataloader is None else data)
         return Merged(
-            state, shares, moves, counts, correction, members, scores, certificates, uncertified, ensemble, over
+            state, shares, moves, counts, correction, members, scores, certificates, uncertified, ensemble, over, seen
         )
 
     return by_first(finished)

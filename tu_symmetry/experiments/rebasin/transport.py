@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.over import Over
-from tu_symmetry.alignment.transport import Transported, transport
+from tu_symmetry.alignment.transport import transport
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches, accuracy, logits
 from tu_symmetry.experiments.study import Images, tracked
@@ -22,7 +22,7 @@ from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import measured
 from tu_symmetry.states import State
 from tu_symmetry.symmetry.discovery import discover_symmetries
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Report, table
 
 TASKS = {
@@ -46,10 +46,10 @@ ROWS = {
 def move_tasks(
     out: Path,
     data: ImageDataModule,
-    widths: Sequence[int] = (64, 256, 1024),
+    widths: Sequence[int] = (64, 256, 512),
     pairs: int = 5,
     depth: int = 2,
-    epochs: int = 40,
+    epochs: int = 30,
     tuning_epochs: int = 30,
     learning_rate: float = 1e-3,
     batch_size: int = 64,
@@ -59,7 +59,8 @@ def move_tasks(
 
     Bases are perceptrons with ReLU of so many hidden layers, from their own initialization and order of batches. The
     new base is another one (``another``), or the old one after as many epochs more (``continued``). What is added is
-    multiplied by the weight that is best on the task's validation images, for each way to move it by itself.
+    multiplied by the weight that is best on the task's validation images, for each way to move it by itself. A pair of
+    bases is kept in the ``parts`` of ``out`` at once.
 
     Args:
         pairs: number of pairs of bases for each width.
@@ -68,51 +69,56 @@ def move_tasks(
     """
     images = Images(data, device)
     held_out = images.held_out("weights are chosen on")
-    runs = []
+    schedule = (depth, epochs, tuning_epochs, learning_rate, batch_size)
+    parts = Parts(out / "parts", [schedule, images.digest(), digest_tensors(*held_out)])
+    runs: list[dict[str, Any]] = []
     for width, pair in tracked("pairs", [(w, p) for w in widths for p in range(pairs)], lambda job: f"width {job[0]}"):
-        sizes = [images.train.x[0].numel(), *[width] * depth]
-        hidden = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
-        model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, data.num_classes)).to(images.device)
-        graph = discover_symmetries(model, images.train.x[:2])
-
-        def fit(state: State, x: Tensor, epochs: int, rate: float, seed: int, model: nn.Module = model) -> State:
-            return _fit(model, state, x, images.train.y, epochs, rate, batch_size, seed)
-
-        starts = [_drawn(model, 2 * pair + k) for k in range(2)]
-        old, other = (fit(s, images.train.x, epochs, learning_rate, 2 * pair + k) for k, s in enumerate(starts))
-        bases = {"another": other, "continued": fit(old, images.train.x, epochs, learning_rate, 2 * pair + 1)}
-        for task, change in TASKS.items():
-            tuned = fit(old, change(images.train.x), tuning_epochs, learning_rate, 2 * pair)
-            sets = {
-                "validation": Batches(change(held_out[0]), held_out[1]),
-                "test": Batches(change(images.test.x), images.test.y),
-                "upright": images.test,
-            }
-
-            def scores(state: State, sets: dict[str, Batches] = sets, model: nn.Module = model) -> dict[str, float]:
-                return {n: accuracy(logits(model, state, part), part.y) for n, part in sets.items()}
-
-            for kind, new in bases.items():
-                found: dict[str, Any] = {"original": scores(tuned), "new base": scores(new)}
-                parts: dict[str, Transported] = {
-                    way: transport(graph, old, tuned, new, over=o) for way, o in WAYS.items()
-                }
-                vectors = {way: {n: t - new[n] for n, t in part.state.items()} for way, part in parts.items()}
-                vectors["as it is"] = {n: t - old[n] for n, t in tuned.items()}
-                for way, vector in vectors.items():
-                    every = {w: scores({n: t + w * vector[n] for n, t in new.items()}) for w in WEIGHTS}
-                    best = max(WEIGHTS, key=lambda w, every=every: every[w]["validation"])  # type: ignore[misc]
-                    found[way] = every[best] | {"weight": best, "full": every[1.0]["test"]}
-                distances = [parts["permuted"].distance_before, parts["permuted"].distance_after]
-                runs.append(
-                    {"width": width, "pair": pair, "task": task, "kind": kind, "found": found, "distances": distances}
-                )
-    another: list[Any] = [run["found"] for run in runs if run["kind"] == "another"]
+        found = parts.take(f"{width}-{pair}", _pair, images, held_out, width, pair, schedule)
+        runs += [{"width": width, "pair": pair} | run for run in found["runs"]]
+    another = [run["found"] for run in runs if run["kind"] == "another"]
     gains = [one["permuted"]["test"] - one["as it is"]["test"] for one in another]
     return Outcome(
         {"runs": runs, "widths": list(widths), "sizes": images.sizes},
         f"gain of the moved task vector over the same as it is: {100 * fmean(gains):.1f} points on another base",
     )
+
+
+def _pair(
+    images: Images, held_out: tuple[Tensor, Tensor], width: int, pair: int, schedule: tuple[int, int, int, float, int]
+) -> dict[str, Any]:
+    """All that is measured between two bases."""
+    depth, epochs, tuning_epochs, rate, batch_size = schedule
+    x, y = images.train.x, images.train.y
+    sizes = [x[0].numel(), *[width] * depth]
+    hidden = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, images.data.num_classes)).to(images.device)
+    graph = discover_symmetries(model, x[:2])
+    starts = [_drawn(model, 2 * pair + k) for k in range(2)]
+    old, other = (_fit(model, s, x, y, epochs, rate, batch_size, 2 * pair + k) for k, s in enumerate(starts))
+    bases = {"another": other, "continued": _fit(model, old, x, y, epochs, rate, batch_size, 2 * pair + 1)}
+    runs = []
+    for task, change in TASKS.items():
+        tuned = _fit(model, old, change(x), y, tuning_epochs, rate, batch_size, 2 * pair)
+        sets = {
+            "validation": Batches(change(held_out[0]), held_out[1]),
+            "test": Batches(change(images.test.x), images.test.y),
+            "upright": images.test,
+        }
+
+        def scores(state: State, sets: dict[str, Batches] = sets) -> dict[str, float]:
+            return {name: accuracy(logits(model, state, part), part.y) for name, part in sets.items()}
+
+        for kind, new in bases.items():
+            found: dict[str, dict[str, float]] = {"original": scores(tuned), "new base": scores(new)}
+            moved = {way: transport(graph, old, tuned, new, over=over) for way, over in WAYS.items()}
+            vectors = {way: {n: t - new[n] for n, t in one.state.items()} for way, one in moved.items()}
+            for way, vector in [("as it is", {n: t - old[n] for n, t in tuned.items()}), *vectors.items()]:
+                every = {w: scores({n: t + w * vector[n] for n, t in new.items()}) for w in WEIGHTS}
+                best = max(every, key=lambda w, every=every: every[w]["validation"])  # type: ignore[misc]
+                found[way] = every[best] | {"weight": best, "full": every[1.0]["test"]}
+            distances = [moved["permuted"].distance_before, moved["permuted"].distance_after]
+            runs.append({"task": task, "kind": kind, "found": found, "distances": distances})
+    return {"runs": runs}
 
 
 def _drawn(model: nn.Module, seed: int) -> State:
