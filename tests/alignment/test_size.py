@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tu_symmetry as tus
 from tu_symmetry.alignment import matching
 from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.alignment.relaxation import RelaxedPair
+from tu_symmetry.states import open_state
+from tu_symmetry.symmetry.action import Permuted
+from tu_symmetry.symmetry.running import probe
 
 
 class Residual(nn.Module):
@@ -59,6 +64,8 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Tensor], dict[s
     one, other = (
         {n: torch.randn(t.shape, generator=generator).to(t) for n, t in model.state_dict().items()} for _ in "12"
     )
+    for name in (n for n in one if n.endswith("var")):
+        one[name], other[name] = one[name].abs(), other[name].abs()
     return graph, one, other
 
 
@@ -96,3 +103,22 @@ def test_a_path_is_a_mean_of_its_vertices(pair: Any) -> None:
         if gap <= 1e-9 * scale:
             break
         assert free.advance(sources, gap) == pytest.approx(kept.advance(sources, gap), rel=1e-9)
+
+
+def test_outputs_are_compared_operator_by_operator(
+    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network runs on a view of its file as on its weights, with noise on them too, and a wrong order is refused."""
+    graph, one, _ = pair
+    monkeypatch.setattr(probe, "_LARGE", 1)
+    save_file({n: t.contiguous() for n, t in one.items()}, tmp_path / "one.safetensors")
+    view = open_state(tmp_path / "one.safetensors")
+    for found, expected in zip(graph.probe.run(view), graph.probe.run(one), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    element = tus.random_permutation(graph, generator=torch.Generator().manual_seed(1))
+    moved = Permuted(graph, element, view)
+    assert tus.certify(graph, view, moved).holds
+    rounded = {n: t.half().float() if t.is_floating_point() else t for n, t in one.items()}
+    save_file({n: t.contiguous() for n, t in rounded.items()}, tmp_path / "two.safetensors")
+    assert not tus.certify(graph, view, open_state(tmp_path / "two.safetensors")).holds
+    assert float(tus.certify(graph, view, moved).allowed) < 1e-9

@@ -85,7 +85,7 @@ class Architecture:
                 stacklevel=3,
             )
         graph._take_out(lost)
-        graph.verified, graph.probe = True, None
+        graph.verified = True
         return graph
 
     def _run(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -38,7 +38,7 @@ def _add_architecture(parser: argparse.ArgumentParser) -> None:
         "--narrow",
         metavar="KEY=VALUE",
         help="for networks that do not fit into memory: arguments beside --init of one of the same tensors that is "
-        "narrow. Symmetries are verified on it, the network itself is built without weights, and no outputs compared",
+        "narrow. Symmetries are verified on it, and the network itself is built without weights",
     )
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
 
