@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment.moves import Move
 from tu_symmetry.checkpoints.architecture import Architecture
+from tu_symmetry.checkpoints.files import silent, verified_groups
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import open_state
@@ -155,7 +156,7 @@ def plant(case: Case, folder: Path) -> dict[str, Any]:
 
     architecture = case.architecture()
     graph = architecture.discover(Console(stderr=True))
-    graph.require_verified()
+    graph = verified_groups(graph, ("permutations",), silent)
     like = {n: t.detach() for n, t in architecture.build().state_dict().items()}
     names = [names[0] for names in graph.aliases.values()]
     element = random_permutation(graph, generator=torch.Generator().manual_seed(1))
@@ -238,7 +239,16 @@ def run(settings: Settings) -> Section:
                 ]
             )
         settings.say(" | ".join(rows[-1]))
-    columns = ["", "weights (million)", "a file, GB", "s", "memory, GB", "read, GB", "written, GB", "entries that differ"]
+    columns = [
+        "",
+        "weights (million)",
+        "a file, GB",
+        "s",
+        "memory, GB",
+        "read, GB",
+        "written, GB",
+        "entries that differ",
+    ]
     text = (
         "Two networks in shards on disk, of which the second is the first one, moved by a random permutation of all "
         "units: `tu-symmetry align`, then `merge` of what it wrote (of the UNet, `merge` of both). Memory is the "

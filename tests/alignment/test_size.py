@@ -71,9 +71,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, dict[str, Tensor], dict[s
 
 @pytest.mark.parametrize("noise", [0.0, 0.7])
 @pytest.mark.parametrize("solver", ["frank_wolfe", "descent"])
-def test_matching_without_anything_kept(
-    solver: Any, noise: float, pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_matching_without_anything_kept(solver: Any, noise: float, pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same permutation as with everything kept, of planted units and of units under noise."""
     graph, one, other = pair
     noisy = {n: t + noise * other[n] for n, t in one.items()}
@@ -105,9 +103,7 @@ def test_a_path_is_a_mean_of_its_vertices(pair: Any) -> None:
         assert free.advance(sources, gap) == pytest.approx(kept.advance(sources, gap), rel=1e-9)
 
 
-def test_outputs_are_compared_operator_by_operator(
-    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_are_compared_operator_by_operator(pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network runs on a view of its file as on its weights, with noise on them too, and a wrong order is refused."""
     graph, one, _ = pair
     monkeypatch.setattr(probe, "_LARGE", 1)

@@ -127,7 +127,9 @@ def moved(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> Ma
     """A network as a move makes it: tensor by tensor where it only changes places, else all of them now."""
     if not any(vars(move).values()):
         return tensors
-    return move_tensors(graph, move, tensors) if move.rounds or move.signs else Permuted(graph, move.permutation, tensors)
+    return (
+        move_tensors(graph, move, tensors) if move.rounds or move.signs else Permuted(graph, move.permutation, tensors)
+    )
 
 
 def view(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

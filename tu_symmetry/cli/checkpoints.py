@@ -77,7 +77,9 @@ def _architecture(arguments: argparse.Namespace) -> Architecture:
 
     if "" not in sys.path:  # modules of the folder one works in are found, as `python -m` does
         sys.path.insert(0, "")
-    return Architecture(arguments.model, arguments.inputs, arguments.init, parse_precision(arguments.dtype), arguments.narrow)
+    return Architecture(
+        arguments.model, arguments.inputs, arguments.init, parse_precision(arguments.dtype), arguments.narrow
+    )
 
 
 def inspect(parser: argparse.ArgumentParser) -> Handler:
