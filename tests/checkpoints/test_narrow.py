@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Layers(nn.Module):
     def __init__(self, width: int = 20, depth: int = 2) -> None:
         super().__init__()
         sizes = [6, *[width] * depth]
-        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.hidden = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.head = nn.Linear(width, 3)
         self.register_buffer("factor", torch.tensor([1.0, 2.0, 3.0]), persistent=False)
 

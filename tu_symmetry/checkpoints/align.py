@@ -134,8 +134,9 @@ def align_files(
     """Align checkpoint files, by the words of :func:`tu_symmetry.align`; files that a former run has aligned are kept.
 
     In memory is what matching needs, and for a universe the sum of all (float64), for files of ``torch.save`` the
-    reference and one network; other files are read, permuted and written tensor by tensor. All files are checked before the first is written. The ``prefix`` is taken off the names in files;
-    files whose names have none are read as they are.
+    reference and one network; other files are read, permuted and written tensor by tensor. All files are checked before
+    the first is written. The ``prefix`` is taken off the names in files; files whose names have none are read as they
+    are.
     """
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")

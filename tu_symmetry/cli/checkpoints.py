@@ -151,8 +151,8 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry merge CHECKPOINTS... --model NAME --input SHAPE --out FILE``."""
     parser.description = (
         "Merges networks into one: permutes their hidden units so that they lie in one basin, averages the weights, "
-        "and corrects the statistics. With data it says what each step is worth. Safetensors are read tensor by tensor. "
-        "After an interruption the same command goes further."
+        "and corrects the statistics. With data it says what each step is worth. Safetensors are read tensor by "
+        "tensor. After an interruption the same command goes further."
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "
