@@ -1,4 +1,4 @@
-"""Networks larger than memory, by the command line: a decoder of 1.1 billion weights, and the UNet of SDXL.
+"""Networks larger than memory, by the command line: a decoder of a billion weights, and the UNet of SDXL.
 
 Weights are random, made and moved by a planted element tensor by tensor. ``tu-symmetry align`` and ``merge`` run in
 processes of their own, of which the resident memory that is no page of a file is looked at several times a second.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment.moves import Move
 from tu_symmetry.checkpoints.architecture import Architecture
+from tu_symmetry.checkpoints.files import silent, verified_groups
 from tu_symmetry.files import write_safetensors
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import open_state
@@ -33,11 +34,11 @@ _PAUSE = 0.1  # seconds between two looks at a process
 
 
 def decoder(**sizes: int) -> nn.Module:
-    """A decoder like Llama, of the sizes of TinyLlama if nothing else is said."""
+    """A decoder like Llama, of a billion weights if nothing else is said."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     usual = {
-        "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+        "vocab_size": 64000, "hidden_size": 2048, "intermediate_size": 2816, "num_hidden_layers": 28,
         "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048,
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**usual | sizes, use_cache=False))
@@ -98,14 +99,14 @@ DECODER = Case(
     "decoder",
     "benchmarks.size.decoder",
     ("2,7:long",),
-    ("hidden_size=64", "intermediate_size=176"),
+    ("hidden_size=128", "intermediate_size=176"),
     "bfloat16",
 )
 UNET = Case(
     "UNet of SDXL",
     "benchmarks.size.Painter",
     ("2,4,8,8", "2:long", "2,7,2048", "2,1280", "2,6"),
-    ("width=32", "heads=1"),
+    ("width=64", "heads=2"),
     "float16",
     ("merge",),
 )
@@ -155,7 +156,7 @@ def plant(case: Case, folder: Path) -> dict[str, Any]:
 
     architecture = case.architecture()
     graph = architecture.discover(Console(stderr=True))
-    graph.require_verified()
+    graph = verified_groups(graph, ("permutations",), silent)
     like = {n: t.detach() for n, t in architecture.build().state_dict().items()}
     names = [names[0] for names in graph.aliases.values()]
     element = random_permutation(graph, generator=torch.Generator().manual_seed(1))

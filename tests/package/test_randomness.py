@@ -200,8 +200,9 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 NO_CALL = {
     "LaplaceFileError", "PrunedGroupWarning", "SymmetryError", "SymmetryWarning",  # errors and warnings
     "Alignment", "BalancedForm", "CanonicalForm", "Certificate", "Explanation", "Fingerprint", "GaussianPredictive",
-    "Likeness", "LossBarrier", "MassProfile", "Matching", "Merged", "NormalizationGroup", "PermutationGroup", "Preflight",
-    "ScaleGroup", "SignGroup", "LinearGroup", "SignedPermutation", "SymmetryGraph", "Transported",  # what comes back
+    "Likeness", "LossBarrier", "MassProfile", "Matching", "Merged", "NormalizationGroup", "PermutationGroup",
+    "Preflight", "ScaleGroup", "SignGroup", "LinearGroup", "SignedPermutation", "SymmetryGraph",
+    "Transported",  # what comes back
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own

@@ -207,7 +207,8 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
 @pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], MODEL])
 def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
-        if isinstance(given, str) and name.startswith(("align reference", "merge", "average", "transport", "preflight")):
+        files = ("align reference", "merge", "average", "transport", "preflight")
+        if isinstance(given, str) and name.startswith(files):
             continue  # the name of a reference; a file
         if given is None and (name.endswith("s reference") or name == "merge reference"):
             continue  # no reference

@@ -1,7 +1,8 @@
 """Merging networks: align them, average their weights, correct the statistics, and measure what each step is worth.
 
 Networks may be given by their files or in a sample store. Then two of them are in memory at a time: the one that is
-read and the reference (while matching), or the sum (while averaging, where safetensors are read tensor by tensor).
+read and the reference (while matching), or the sum (while averaging, where safetensors are read tensor by tensor). Of
+networks that are large, a few tensors are.
 """
 
 from __future__ import annotations

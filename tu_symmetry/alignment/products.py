@@ -120,7 +120,7 @@ class PairProducts:
                     self.parts[group, kind].append(Part(name, axis, other, index))
         self._sums: dict[tuple[str, int], Tensor] = {}
 
-    def sums(self, group: str, orders: Orders) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(self, group: str, orders: Orders) -> Sequence[Tensor]:
         """The three sums of a group with the other axes in their order; not to be changed, and good until called again.
 
         A sum is brought up to date by the positions whose order has changed since, or computed anew if most have.
@@ -166,13 +166,15 @@ class PairProducts:
                 _add_product(total, *self._averaged(part))
         return self._constant(group), found[0], found[1]
 
-    def mixed(self, group: str, points: Sequence[tuple[float, Orders | None]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The three sums of a group, made anew, with the other axes at a weighted mean of orders.
+    def mixed(
+        self, group: str, points: Sequence[tuple[float, Orders | None]], kinds: Sequence[int] = (0, 1, 2)
+    ) -> list[Tensor]:
+        """Some of the three sums of a group, made anew, with the other axes at a weighted mean of orders.
 
         None stands for the barycenter.
         """
-        found = [self._zeros(group) for _ in range(2)]
-        for total, kind in zip(found, (1, 2), strict=True):
+        found = [self._constant(group) if kind == 0 else self._zeros(group) for kind in kinds]
+        for total, kind in ((total, kind) for total, kind in zip(found, kinds, strict=True) if kind):
             for part in self.parts[group, kind]:
                 left, right = self._operands(part)
                 mean: Tensor | None = None
@@ -185,7 +187,7 @@ class PairProducts:
                     mean = there.mul_(share) if mean is None else mean.add_(there, alpha=share)
                 if mean is not None:
                     _add_product(total, left, mean)
-        return self._constant(group), found[0], found[1]
+        return found
 
     def _averaged(self, part: Part) -> tuple[Tensor, Tensor]:
         """The operands with the groups of the other axis summed (left) and averaged (right) to one position each."""

@@ -6,7 +6,7 @@ tensors: an iteration needs the Gram matrices at one vertex (a permutation), and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -50,12 +50,12 @@ class RelaxedPair:
             made[torch.arange(units, device=like.device), source] += share
         return made
 
-    def similarity(self, group: str) -> tuple[Tensor, Tensor, Tensor]:
-        """The three sums of a group at the matrices of all others."""
+    def similarity(self, group: str, kinds: Sequence[int] = (0, 1, 2)) -> list[Tensor]:
+        """Some of the three sums of a group at the matrices of all others."""
         if group in self.similarities:
-            return self.similarities[group]
+            return [self.similarities[group][kind] for kind in kinds]
         points: list[tuple[float, Orders | None]] = [(share, orders) for share, _, orders in self.path]
-        return self.products.mixed(group, [*points, (self.rest, None)] if self.rest else points)
+        return self.products.mixed(group, [*points, (self.rest, None)] if self.rest else points, kinds)
 
     def _pieces(self) -> list[list[Family]]:
         """Families whose matrices are in memory together."""
@@ -93,22 +93,24 @@ class RelaxedPair:
         device = self.products.like.device
         there = dict(zip(sources, moved(list(sources.values()), device), strict=True))
         rows = {group: torch.arange(len(source), device=device) for group, source in there.items()}
-        ends: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+        ends: dict[str, Sequence[Tensor]] = {}
         parts = []
         for group in self.plan.sizes:
-            end = self.products.sums(group, orders)
-            change = end[1] - self.similarity(group)[1]
+            if self.products.kept:
+                ends[group] = self.products.sums(group, orders)
+                end = ends[group][1]
+            else:
+                (end,) = self.products.mixed(group, [(1.0, orders)], (1,))
+            change = end - self.similarity(group, (1,))[0]
             parts.append(change[rows[group], there[group]].sum(dtype=torch.float64))
             parts.append(torch.dot(change.reshape(-1), self.matrix(group).reshape(-1)).double())
-            if self.products.kept:
-                ends[group] = end
         terms = numbers(parts)
         curvature = 0.0
         for picked, mean in zip(terms[::2], terms[1::2], strict=True):
             curvature += picked - mean
         ratio = 1.0 if curvature >= -gap / 2 else -gap / (2 * curvature)
         if not self.products.kept:
-            held = [(share * (1 - ratio), *vertex) for share, *vertex in self.path]
+            held = [(share * (1 - ratio), own, at) for share, own, at in self.path]
             self.path = [one for one in [*held, (ratio, sources, orders)] if one[0]]
             self.rest *= 1 - ratio
         for group in ends:

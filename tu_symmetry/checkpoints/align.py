@@ -1,4 +1,4 @@
-"""Aligning many checkpoint files, two in memory at a time; results of an interrupted run are used again.
+"""Aligning many checkpoint files, two or a few tensors in memory; results of an interrupted run are used again.
 
 For every checkpoint the folder takes ``NAME.safetensors``, the aligned weights, and ``NAME.permutation.safetensors``,
 in which permutations have the names of their groups, signs ``signs:GROUP``, and in this way ``scales:``, ``balance:``
@@ -133,9 +133,10 @@ def align_files(
 ) -> FileAlignment:
     """Align checkpoint files, by the words of :func:`tu_symmetry.align`; files that a former run has aligned are kept.
 
-    In memory are the reference (for a universe: the sum of all, float64), one network, its permuted copy, and what
-    matching needs. All files are checked before the first is written. The ``prefix`` is taken off the names in files;
-    files whose names have none are read as they are.
+    In memory is what matching needs, and for a universe the sum of all (float64), for files of ``torch.save`` the
+    reference and one network; other files are read, permuted and written tensor by tensor. All files are checked before
+    the first is written. The ``prefix`` is taken off the names in files; files whose names have none are read as they
+    are.
     """
     mode = reference if isinstance(reference, str) else "file"
     averaged = mode in ("mean", "universe")

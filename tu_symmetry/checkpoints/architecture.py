@@ -5,12 +5,10 @@ from __future__ import annotations
 import inspect
 import math
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,10 +16,8 @@ from torch import Tensor, nn
 
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.files import SUFFIXES
-from tu_symmetry.states import SymmetryWarning
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
-from tu_symmetry.symmetry.groups import Group, some
 from tu_symmetry.symmetry.tracing import batch_axis_missing
 
 _ELEMENTS = 1 << 28  # at most in an input: 1 GB in single precision
@@ -64,10 +60,8 @@ class Architecture:
             return discover_symmetries(module, inputs)
 
     def _discover_wide(self, module: nn.Module, inputs: tuple[Tensor, ...], console: Console) -> SymmetryGraph:
-        """The symmetries of a network without weights, as far as a narrow one with the same tensors has them too."""
+        """The symmetries of a network without weights, which are verified on a narrow one with the same tensors."""
         narrow = replace(self, init=(*self.init, *self.narrow), narrow=(), dtype=torch.float32).discover(console)
-        with step(console, "verifying those of the narrow network in float64"):
-            narrow.require_verified()
         with step(console, "discovering its symmetries"):
             graph = discover_symmetries(module, inputs)
         if graph.aliases != narrow.aliases:
@@ -75,20 +69,7 @@ class Architecture:
                 f"the network of --narrow {' '.join(self.narrow)} has tensors of other names than {self.model}; change "
                 "widths alone, and no number of layers"
             )
-        verified = {_claim(group) for group in narrow.groups()}
-        lost = {
-            group: "no such group in the narrow network" for group in graph.groups() if _claim(group) not in verified
-        }
-        if lost:
-            warnings.warn(
-                f"the narrow network has no counterpart of {some([g.name for g in lost])}, which are left out; make it "
-                "a little wider, so that each of them has two units at least",
-                SymmetryWarning,
-                stacklevel=3,
-            )
-        graph._take_out(lost)
-        graph.verified, graph.probe = True, None
-        return graph
+        return replace(graph, narrow=narrow)
 
     def _run(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         try:
@@ -109,12 +90,6 @@ class Architecture:
             ) from error
 
 
-def _claim(group: Group) -> tuple[Any, ...]:
-    """What a group moves, without its sizes: by this a wide network's groups are found again in a narrow one."""
-    places = {(m.parameter, m.axis, getattr(m, "exponent", 0), getattr(m, "within_axis", None)) for m in group.members}
-    return group.kind, len(getattr(group, "blocks", ())), frozenset(places)
-
-
 @contextmanager
 def _without_weights() -> Iterator[None]:
     """Parameters that are made within the block go to the meta device at once; buffers keep their values."""
@@ -125,7 +100,7 @@ def _without_weights() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(self, name, parameter)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    nn.Module.register_parameter = registered  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -98,7 +98,9 @@ def verified_groups(graph: SymmetryGraph, over: Sequence[Over], track: Track) ->
     }
     used = {*check_over(over), *(("scales", "signs") if "rotations" in over else ())}  # which fold norms
     left_out = [part for word, part in parts.items() if word not in used]
-    alone = replace(graph, **{name: nothing for part in left_out for name, nothing in part.items()})
+    gone = {name: nothing for part in left_out for name, nothing in part.items()}
+    narrow = None if graph.narrow is None else replace(graph.narrow, **gone)
+    alone = replace(graph, **gone, narrow=narrow)
     with track(f"verifying the {' and '.join(', '.join(over).rsplit(', ', 1))} in float64", 1) as tracker:
         alone.require_verified()
         tracker.update(1)

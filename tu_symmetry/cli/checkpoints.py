@@ -40,7 +40,7 @@ def _add_architecture(parser: argparse.ArgumentParser) -> None:
         "--narrow",
         metavar="KEY=VALUE",
         help="for networks that do not fit into memory: arguments beside --init of one of the same tensors that is "
-        "narrow. Symmetries are verified on it, the network itself is built without weights, and no outputs compared",
+        "narrow. Symmetries are verified on it, and the network itself is built without weights",
     )
     parser.add_argument("--dtype", default="float32", help="of the model and its inputs (default: float32)")
 
@@ -143,8 +143,8 @@ def align(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry align CHECKPOINTS... --model NAME --input SHAPE --out DIR``."""
     parser.description = (
         "Permutes the hidden units of networks so that they lie close to a reference, and moves them by the other "
-        "symmetries that --over names, without changing their functions. Any number of files: two networks are in "
-        "memory. After an interruption the same command resumes."
+        "symmetries that --over names, without changing their functions. Any number of files, of networks of any size: "
+        "safetensors are read tensor by tensor. After an interruption the same command resumes."
     )
     parser.epilog = (
         "example: tu-symmetry align 'runs/*/last.ckpt' --prefix model. --model torchvision.models.resnet18 "
@@ -184,8 +184,8 @@ def merge(parser: argparse.ArgumentParser) -> Handler:
     """``tu-symmetry merge CHECKPOINTS... --model NAME --input SHAPE --out FILE``."""
     parser.description = (
         "Merges networks into one: permutes their hidden units so that they lie in one basin, averages the weights, "
-        "and corrects the statistics. With data it says what each step is worth. Two networks are in memory at a time. "
-        "After an interruption the same command goes further."
+        "and corrects the statistics. With data it says what each step is worth. Safetensors are read tensor by "
+        "tensor. After an interruption the same command goes further."
     )
     parser.epilog = (
         "example: tu-symmetry merge a.ckpt b.ckpt --prefix model. --model torchvision.models.resnet18 "

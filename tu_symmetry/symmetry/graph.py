@@ -29,7 +29,7 @@ from tu_symmetry.symmetry.groups import (
 from tu_symmetry.symmetry.quantizers import Format, export
 from tu_symmetry.symmetry.report import describe, summary
 from tu_symmetry.symmetry.running.probe import Probe
-from tu_symmetry.symmetry.verification import verify
+from tu_symmetry.symmetry.verification import verify, verify_as
 from tu_symmetry.transfer import numbers
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class SymmetryGraph(Brief):
         failed: groups that were taken out because they failed verification: name to reason.
         by_hand: names of the groups that :meth:`with_permutation` added.
         probe: None where it was lost by pickling.
+        narrow: None, or the graph of a narrow network with the same tensors, on which this one's groups are verified.
     """
 
     permutations: tuple[PermutationGroup, ...]
@@ -91,6 +92,7 @@ class SymmetryGraph(Brief):
     failed: dict[str, str] = field(default_factory=dict)
     by_hand: frozenset[str] = frozenset()
     probe: Probe | None = field(default=None, repr=False)
+    narrow: SymmetryGraph | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"probe": None}  # modules are not pickled: they may be of any class
@@ -202,6 +204,8 @@ class SymmetryGraph(Brief):
 
     def require_verified(self) -> None:
         """Verify now if that has not happened yet; without a probe that is a SymmetryError."""
+        if not self.verified and self.narrow is not None:
+            verify_as(self, self.narrow)
         if not self.verified and self.probe is not None:
             verify(self, self.probe)
         if not self.verified:

@@ -128,6 +128,32 @@ def verify(graph: SymmetryGraph, probe: Probe, *, on_failure: Literal["pin", "ra
         )
 
 
+def verify_as(graph: SymmetryGraph, narrow: SymmetryGraph) -> None:
+    """Take for verified what a narrow network has too, in which groups move the same axes of the same tensors.
+
+    Groups of a graph without a counterpart are taken out, with a :class:`SymmetryWarning`.
+    """
+    narrow.require_verified()
+    verified = {_claim(group) for group in narrow.groups()}
+    lost = {g: "no such group in the narrow network" for g in graph.groups() if _claim(g) not in verified}
+    graph._take_out(lost)
+    graph.verified = True
+    if lost:
+        told = some([f"{g.kind} group {g.name!r}" for g in lost], show=str)
+        warnings.warn(
+            f"the narrow network has no counterpart of {len(lost)} groups, which are left out: "
+            f"{told}. Where it has a single one of these units, make it a little wider",
+            SymmetryWarning,
+            stacklevel=3,
+        )
+
+
+def _claim(group: Group) -> tuple[object, ...]:
+    """What a group moves, whatever its size."""
+    moved = {(m.parameter, m.axis, getattr(m, "exponent", 0), getattr(m, "within_axis", None)) for m in group.members}
+    return group.kind, len(getattr(group, "blocks", ())), frozenset(moved)
+
+
 def _proven(graph: SymmetryGraph, probe: Probe) -> list[LinearGroup]:
     """The guesses that hold, where others that hold as little as these should do not: the inputs tell them apart."""
     left = [g for g in graph.guesses if g not in graph.linears]

@@ -180,7 +180,7 @@ def linearized_outputs(
         value.backward()
         return value
 
-    optimum["before"] = float(search.step(loss))  # type: ignore[arg-type]
+    optimum["before"] = float(search.step(loss))
     optimum |= {"after": loss().item(), "gradient": float(w.grad.norm())}  # type: ignore[union-attr]
     w = w.detach()
 

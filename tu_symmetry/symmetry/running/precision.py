@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +33,22 @@ class Exactly(TorchDispatchMode):
 
     An operator that does not exist in double precision is computed in the best that it knows, which ``epsilon`` tells.
     No operator may write to what is ``kept``: the weights' names, by the places of their memory. Where it is not
-    ``guarded``, epsilons of normalizations are left out.
+    ``guarded``, epsilons of normalizations are left out. Of what is ``read`` by name, the tensors with these names, all
+    zeros, are given to an operator as they are read then, and nobody holds them longer.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, precision: torch.dtype, kept: Mapping[int, str], *, guarded: bool = True) -> None:
+    def __init__(
+        self,
+        precision: torch.dtype,
+        kept: Mapping[int, str],
+        *,
+        guarded: bool = True,
+        read: Callable[[str], Tensor | None] | None = None,
+    ) -> None:
         super().__init__()
+        self.read = read
         self.precision, self.kept, self.guarded = precision, kept, guarded
         self.epsilon = torch.finfo(precision).eps
         self.most = free_memory(torch.device("cpu")) // 4  # bytes of one tensor
@@ -49,18 +58,20 @@ class Exactly(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            self._guard(schema, args, kwargs)
+        if self.read is not None:
+            args, kwargs = tree_map_only(Tensor, self._filled, (args, kwargs))
         held = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
         mixed = any(a.dtype == self.precision for a in held)
         if kwargs.get("dtype") in self.lower:
             kwargs["dtype"] = self.precision
-        schema = getattr(func, "_schema", None)
         pure = schema is not None and not schema.is_mutable
         if not self.guarded and schema is not None:
             args, kwargs = _unguarded(schema, args, kwargs)
         if mixed and pure and any(a.dtype in self.lower for a in held):
             args, kwargs = tree_map_only(Tensor, self._raised, (args, kwargs))
-        if schema is not None and schema.is_mutable:
-            self._guard(schema, args, kwargs)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -90,6 +101,14 @@ class Exactly(TorchDispatchMode):
                     name = self.kept.get(tensor.untyped_storage().data_ptr())
                     if name is not None:
                         raise WrittenTo(name)
+
+    def _filled(self, tensor: Tensor) -> Tensor:
+        """A tensor, or what is read in its place."""
+        name = self.kept.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
+        found = None if name is None or self.read is None else self.read(name)
+        if found is not None and found.shape != tensor.shape:
+            raise SymmetryError(f"{name!r} is used as if it had the shape {tuple(tensor.shape)}, by a view of its data")
+        return tensor if found is None else found
 
     def _require_room(self, func: Any, result: Tensor) -> None:
         if result.layout == torch.strided and result.nbytes > self.most and not getattr(func, "is_view", False):

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from tu_symmetry.files import layouts_of
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.copies import copied, sharing, switches, valueless
 from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, WrittenTo
 from tu_symmetry.symmetry.running.weights import as_computed, is_continuous, kept_value, perturb_, random_state
 
+_LARGE = 2**16  # entries of a tensor that is read when an operator asks for it
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 ExampleInputs = Tensor | tuple[Any, ...] | list[Any]
 ExampleKwargs = Mapping[str, Any] | list[Mapping[str, Any]] | None
@@ -127,17 +129,29 @@ class Probe:
         self, state: Mapping[str, Tensor], noise: float, generator: torch.Generator, rounding: Mapping[str, float]
     ) -> list[Tensor]:
         """The outputs for a copy of a state with relative noise on its weights, see :func:`~.weights.perturb_`."""
+        if hasattr(state, "layouts"):
+            return self.run(_Noisy(state, noise, generator, rounding))
         copies = {id(t): _wide(t) for t in state.values()}
         noisy = {name: copies[id(t)] for name, t in state.items()}
         perturb_(noisy, noise, generator, rounding)
         return self.run(noisy)
+
+    def _read_later(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The large weights of a view of files, which are read operator by operator, with what stands for them."""
+        if not hasattr(state, "layouts"):
+            return {}
+        own = self.module.state_dict(keep_vars=True)
+        return {n: t for n, t in own.items() if n not in self._written and valueless(t) and t.numel() > _LARGE}
 
     def _attempt(self, state: Mapping[str, Tensor]) -> list[Tensor]:
         precision = self._precision
         given: dict[str, Tensor] = {}
         seen: dict[int, Tensor] = {}  # tied names stay tied
         kept: dict[int, str] = {}  # where tensors of the state itself lie, which nothing may write to
-        for name, tensor in state.items():
+        later = self._read_later(state)
+        kept |= {own.untyped_storage().data_ptr(): name for name, own in later.items()}
+        now = {name: state[name] for name in state if name not in later}
+        for name, tensor in now.items():
             if id(tensor) not in seen:
                 own = tensor.detach().to(device="cpu", dtype=as_computed(tensor.dtype, precision))
                 if own.layout == torch.strided and own.data_ptr() == tensor.data_ptr():
@@ -148,12 +162,17 @@ class Probe:
                 seen[id(tensor)] = own
             given[name] = seen[id(tensor)]
         for name, tensor in self.module.named_buffers(remove_duplicate=False):  # those that no state holds
-            if name not in given:
+            if name not in given and name not in later:
                 given[name] = tensor.to(as_computed(tensor.dtype, precision), copy=True)
         args, kwargs = tree_map_only(
             Tensor, lambda t: t.to(as_computed(t.dtype, precision), copy=True), (self.args, self.kwargs)
         )
-        exactly = Exactly(precision, kept, guarded=self._guarded)
+
+        def read(name: str) -> Tensor | None:
+            own = state[name].detach() if name in later else None
+            return None if own is None else own.to(device="cpu", dtype=as_computed(own.dtype, precision))
+
+        exactly = Exactly(precision, kept, guarded=self._guarded, read=read if later else None)
         module = sharing(self.module)  # some keep what they computed from weights, or count their calls
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), exactly:
@@ -164,6 +183,28 @@ class Probe:
             return self._attempt(state)
         self.epsilon = max(self.epsilon, exactly.epsilon)
         return [t.clone() for t in tensors_of(output)]
+
+
+class _Noisy(Mapping[str, Tensor]):
+    """A copy of a view with relative noise on its weights, of which each tensor is made when it is asked for."""
+
+    def __init__(
+        self, state: Mapping[str, Tensor], noise: float, generator: torch.Generator, rounding: Mapping[str, float]
+    ) -> None:
+        self._state, self._noise, self._rounding = state, noise, rounding
+        seeds = torch.randint(2**31, (len(state),), generator=generator, device="cpu")
+        self._seeds, self.layouts = dict(zip(state, seeds.tolist(), strict=True)), layouts_of(state)
+
+    def __getitem__(self, name: str) -> Tensor:
+        noisy, generator = {name: _wide(self._state[name])}, torch.Generator().manual_seed(self._seeds[name])
+        perturb_(noisy, self._noise, generator, self._rounding)
+        return noisy[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> list[Example]:
