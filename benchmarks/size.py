@@ -7,6 +7,7 @@ processes of their own, of which the resident memory that is no page of a file i
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks._measure import both
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment.moves import Move
 from tu_symmetry.checkpoints.architecture import Architecture
@@ -176,23 +178,26 @@ def plant(case: Case, folder: Path) -> dict[str, Any]:
 
 def run_command(words: list[str]) -> dict[str, Any]:
     """Run a command in a process of its own; what it took."""
-    begin, most, taken = time.perf_counter(), 0, {}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tu_symmetry", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    while process.poll() is None:
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            taken = dict(line.split(": ") for line in Path(f"/proc/{process.pid}/io").read_text().splitlines())
-            most = max(most, 1024 * int(status.split("RssAnon:")[1].split()[0]))
-        except (OSError, IndexError, ValueError):  # it has just ended
-            pass
-        time.sleep(_PAUSE)
-    said = process.stderr.read() if process.stderr else ""
+    begin, most, cpu, taken = time.perf_counter(), 0, 0.0, {}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tu_symmetry", *words], stdout=subprocess.DEVNULL, stderr=said, text=True
+        )
+        place = Path(f"/proc/{process.pid}")
+        while process.poll() is None:
+            try:
+                most = max(most, 1024 * int((place / "status").read_text().split("RssAnon:")[1].split()[0]))
+                cpu = sum(map(int, (place / "stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+                taken = dict(line.split(": ") for line in (place / "io").read_text().splitlines())
+            except (OSError, IndexError, ValueError):  # it has just ended
+                pass
+            time.sleep(_PAUSE)
+        said.seek(0)
+        lines = said.read().strip().splitlines()
     if process.returncode:
-        raise RuntimeError(said.strip().splitlines()[-1] if said.strip() else f"exit status {process.returncode}")
+        raise RuntimeError(lines[-1] if lines else f"exit status {process.returncode}")
     seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "memory": most, "read": int(taken["rchar"]), "written": int(taken["wchar"])}
+    return {"seconds": seconds, "cpu": cpu, "memory": most, "read": int(taken["rchar"]), "written": int(taken["wchar"])}
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
@@ -222,23 +227,29 @@ def differing(one: Path, other: Path) -> int:
 
 def run(settings: Settings) -> Section:
     """The two networks one after the other, of which nothing is left; a small decoder for a quick run."""
-    rows, found = [], []
+    found = []
     for case in [SMALL] if settings.quick else [DECODER, UNET]:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(one := measure(case, Path(folder)))
-        for command in case.commands:
-            took = one[command]
-            rows.append(
-                [
-                    f"{case.name}: {command}",
-                    f"{one['weights'] / 1e6:.0f}",
-                    f"{one['bytes'] / 1e9:.2f}",
-                    f"{took['seconds']:.0f}",
-                    *(f"{took[kind] / 1e9:.2f}" for kind in ("memory", "read", "written")),
-                    str(took["entries that differ"]),
-                ]
-            )
-        settings.say(" | ".join(rows[-1]))
+            found.append(measure(case, Path(folder)))
+        settings.say(f"{case.name}: {found[-1]}")
+    return section(found)
+
+
+def section(found: list[dict[str, Any]]) -> Section:
+    """The table of what was measured."""
+    rows = [
+        [
+            f"{one['case']}: {command}",
+            f"{one['weights'] / 1e6:.0f}",
+            f"{one['bytes'] / 1e9:.2f}",
+            both(one[command]["seconds"], one[command]["cpu"]),
+            *(f"{one[command][kind] / 1e9:.2f}" for kind in ("memory", "read", "written")),
+            str(one[command]["entries that differ"]),
+        ]
+        for one in found
+        for command in ("align", "merge")
+        if command in one
+    ]
     columns = [
         "",
         "weights (million)",
