@@ -1,4 +1,4 @@
-"""Networks larger than memory, by the command line: a decoder of a billion weights, and the UNet of SDXL.
+"""Networks larger than memory, by the command line: a decoder of a billion weights.
 
 Weights are random, made and moved by a planted element tensor by tensor. ``tu-symmetry align`` and ``merge`` run in
 processes of their own, of which the resident memory that is no page of a file is looked at several times a second.
@@ -46,34 +46,6 @@ def decoder(**sizes: int) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**usual | sizes, use_cache=False))
 
 
-class Painter(nn.Module):
-    """The UNet of stable-diffusion-xl-base-1.0 of any width, whose inputs are all positional."""
-
-    def __init__(self, width: int = 320, heads: int = 5) -> None:
-        from diffusers import UNet2DConditionModel
-
-        super().__init__()
-        self.unet = UNet2DConditionModel(
-            sample_size=128,
-            block_out_channels=(width, 2 * width, 4 * width),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            layers_per_block=2,
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(heads, 2 * heads, 4 * heads),
-            cross_attention_dim=2048,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        )
-
-    def forward(self, sample: Tensor, step: Tensor, words: Tensor, text: Tensor, times: Tensor) -> Tensor:
-        """One step of the network."""
-        conditions = {"text_embeds": text, "time_ids": times}
-        return self.unet(sample, step, words, added_cond_kwargs=conditions, return_dict=False)[0]
-
-
 @dataclass(frozen=True)
 class Case:
     """A network by its words on the command line, and those of one of the same tensors that is narrow."""
@@ -103,13 +75,6 @@ DECODER = Case(
     ("2,7:long",),
     ("hidden_size=128", "intermediate_size=176"),
     "bfloat16",
-)
-UNET = Case(
-    "UNet of SDXL",
-    "benchmarks.size.Painter",
-    ("2,4,8,8", "2:long", "2,7,2048", "2,1280", "2,6"),
-    ("width=64", "heads=2"),
-    "float16",
     ("merge",),
 )
 SMALL = Case(
@@ -226,9 +191,9 @@ def differing(one: Path, other: Path) -> int:
 
 
 def run(settings: Settings) -> Section:
-    """The two networks one after the other, of which nothing is left; a small decoder for a quick run."""
+    """The decoder, of which nothing is left on disk; a small one for a quick run."""
     found = []
-    for case in [SMALL] if settings.quick else [DECODER, UNET]:
+    for case in [SMALL] if settings.quick else [DECODER]:
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(case, Path(folder)))
         settings.say(f"{case.name}: {found[-1]}")
@@ -262,7 +227,7 @@ def section(found: list[dict[str, Any]]) -> Section:
     ]
     text = (
         "Two networks in shards on disk, of which the second is the first one, moved by a random permutation of all "
-        "units: `tu-symmetry align`, then `merge` of what it wrote (of the UNet, `merge` of both). Memory is the "
+        "units: `tu-symmetry merge` of both (in a quick run of what `align` wrote). Memory is the "
         "largest resident memory of the process that is no page of a file, PyTorch included. Entries that differ are "
         "those of the second network (of the merged one) that are not the first one's after the command."
     )
@@ -273,5 +238,5 @@ def section(found: list[dict[str, Any]]) -> Section:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    chosen = next(case for case in (DECODER, UNET, SMALL) if case.name == sys.argv[1])
+    chosen = next(case for case in (DECODER, SMALL) if case.name == sys.argv[1])
     print(json.dumps(plant(chosen, Path(sys.argv[2]))))
