@@ -1,4 +1,4 @@
-"""Networks larger than memory, by the command line: a decoder of a billion weights, and the UNet of SDXL.
+"""Networks larger than memory, by the command line: a decoder of a billion weights.
 
 Weights are random, made and moved by a planted element tensor by tensor. ``tu-symmetry align`` and ``merge`` run in
 processes of their own, of which the resident memory that is no page of a file is looked at several times a second.
@@ -7,6 +7,7 @@ processes of their own, of which the resident memory that is no page of a file i
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks._measure import both
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.alignment.moves import Move
 from tu_symmetry.checkpoints.architecture import Architecture
@@ -42,34 +44,6 @@ def decoder(**sizes: int) -> nn.Module:
         "num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 2048,
     }  # fmt: skip
     return LlamaForCausalLM(LlamaConfig(**usual | sizes, use_cache=False))
-
-
-class Painter(nn.Module):
-    """The UNet of stable-diffusion-xl-base-1.0 of any width, whose inputs are all positional."""
-
-    def __init__(self, width: int = 320, heads: int = 5) -> None:
-        from diffusers import UNet2DConditionModel
-
-        super().__init__()
-        self.unet = UNet2DConditionModel(
-            sample_size=128,
-            block_out_channels=(width, 2 * width, 4 * width),
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-            layers_per_block=2,
-            transformer_layers_per_block=(1, 2, 10),
-            attention_head_dim=(heads, 2 * heads, 4 * heads),
-            cross_attention_dim=2048,
-            use_linear_projection=True,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=256,
-            projection_class_embeddings_input_dim=2816,
-        )
-
-    def forward(self, sample: Tensor, step: Tensor, words: Tensor, text: Tensor, times: Tensor) -> Tensor:
-        """One step of the network."""
-        conditions = {"text_embeds": text, "time_ids": times}
-        return self.unet(sample, step, words, added_cond_kwargs=conditions, return_dict=False)[0]
 
 
 @dataclass(frozen=True)
@@ -101,13 +75,6 @@ DECODER = Case(
     ("2,7:long",),
     ("hidden_size=128", "intermediate_size=176"),
     "bfloat16",
-)
-UNET = Case(
-    "UNet of SDXL",
-    "benchmarks.size.Painter",
-    ("2,4,8,8", "2:long", "2,7,2048", "2,1280", "2,6"),
-    ("width=64", "heads=2"),
-    "float16",
     ("merge",),
 )
 SMALL = Case(
@@ -176,23 +143,26 @@ def plant(case: Case, folder: Path) -> dict[str, Any]:
 
 def run_command(words: list[str]) -> dict[str, Any]:
     """Run a command in a process of its own; what it took."""
-    begin, most, taken = time.perf_counter(), 0, {}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tu_symmetry", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    while process.poll() is None:
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            taken = dict(line.split(": ") for line in Path(f"/proc/{process.pid}/io").read_text().splitlines())
-            most = max(most, 1024 * int(status.split("RssAnon:")[1].split()[0]))
-        except (OSError, IndexError, ValueError):  # it has just ended
-            pass
-        time.sleep(_PAUSE)
-    said = process.stderr.read() if process.stderr else ""
+    begin, most, cpu, taken = time.perf_counter(), 0, 0.0, {}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tu_symmetry", *words], stdout=subprocess.DEVNULL, stderr=said, text=True
+        )
+        place = Path(f"/proc/{process.pid}")
+        while process.poll() is None:
+            try:
+                most = max(most, 1024 * int((place / "status").read_text().split("RssAnon:")[1].split()[0]))
+                cpu = sum(map(int, (place / "stat").read_text().split()[13:15])) / os.sysconf("SC_CLK_TCK")
+                taken = dict(line.split(": ") for line in (place / "io").read_text().splitlines())
+            except (OSError, IndexError, ValueError):  # it has just ended
+                pass
+            time.sleep(_PAUSE)
+        said.seek(0)
+        lines = said.read().strip().splitlines()
     if process.returncode:
-        raise RuntimeError(said.strip().splitlines()[-1] if said.strip() else f"exit status {process.returncode}")
+        raise RuntimeError(lines[-1] if lines else f"exit status {process.returncode}")
     seconds = time.perf_counter() - begin
-    return {"seconds": seconds, "memory": most, "read": int(taken["rchar"]), "written": int(taken["wchar"])}
+    return {"seconds": seconds, "cpu": cpu, "memory": most, "read": int(taken["rchar"]), "written": int(taken["wchar"])}
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
@@ -221,24 +191,30 @@ def differing(one: Path, other: Path) -> int:
 
 
 def run(settings: Settings) -> Section:
-    """The two networks one after the other, of which nothing is left; a small decoder for a quick run."""
-    rows, found = [], []
-    for case in [SMALL] if settings.quick else [DECODER, UNET]:
+    """The decoder, of which nothing is left on disk; a small one for a quick run."""
+    found = []
+    for case in [SMALL] if settings.quick else [DECODER]:
         with tempfile.TemporaryDirectory() as folder:
-            found.append(one := measure(case, Path(folder)))
-        for command in case.commands:
-            took = one[command]
-            rows.append(
-                [
-                    f"{case.name}: {command}",
-                    f"{one['weights'] / 1e6:.0f}",
-                    f"{one['bytes'] / 1e9:.2f}",
-                    f"{took['seconds']:.0f}",
-                    *(f"{took[kind] / 1e9:.2f}" for kind in ("memory", "read", "written")),
-                    str(took["entries that differ"]),
-                ]
-            )
-        settings.say(" | ".join(rows[-1]))
+            found.append(measure(case, Path(folder)))
+        settings.say(f"{case.name}: {found[-1]}")
+    return section(found)
+
+
+def section(found: list[dict[str, Any]]) -> Section:
+    """The table of what was measured."""
+    rows = [
+        [
+            f"{one['case']}: {command}",
+            f"{one['weights'] / 1e6:.0f}",
+            f"{one['bytes'] / 1e9:.2f}",
+            both(one[command]["seconds"], one[command]["cpu"]),
+            *(f"{one[command][kind] / 1e9:.2f}" for kind in ("memory", "read", "written")),
+            str(one[command]["entries that differ"]),
+        ]
+        for one in found
+        for command in ("align", "merge")
+        if command in one
+    ]
     columns = [
         "",
         "weights (million)",
@@ -251,7 +227,7 @@ def run(settings: Settings) -> Section:
     ]
     text = (
         "Two networks in shards on disk, of which the second is the first one, moved by a random permutation of all "
-        "units: `tu-symmetry align`, then `merge` of what it wrote (of the UNet, `merge` of both). Memory is the "
+        "units: `tu-symmetry merge` of both (in a quick run of what `align` wrote). Memory is the "
         "largest resident memory of the process that is no page of a file, PyTorch included. Entries that differ are "
         "those of the second network (of the merged one) that are not the first one's after the command."
     )
@@ -262,5 +238,5 @@ def run(settings: Settings) -> Section:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    chosen = next(case for case in (DECODER, UNET, SMALL) if case.name == sys.argv[1])
+    chosen = next(case for case in (DECODER, SMALL) if case.name == sys.argv[1])
     print(json.dumps(plant(chosen, Path(sys.argv[2]))))

@@ -145,8 +145,8 @@ def weight_matching(
     if solver == "frank_wolfe" and init is not None:
         raise ValueError("init= is where solver='descent' starts; 'frank_wolfe' starts at the barycenter")
     kept = _fits(graph)
-    if kept:  # what is read from files, once
-        reference_state, state = dict(reference_state), dict(state)
+    if kept:  # views are read once
+        reference_state, state = (dict(s) if hasattr(s, "layouts") else s for s in (reference_state, state))
     check_pair(graph, reference_state, state)
     if init is not None:
         check_permutation(init)
