@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import tu_symmetry as tus
-from benchmarks._report import Goal, Section, Settings
+from benchmarks._report import Section, Settings
 from benchmarks.planted import ResidualBlock
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches, accuracy
@@ -23,7 +22,7 @@ from tu_symmetry.states import State
 
 PAIRS = ("same", "halves", "common")
 EDGES = (-1.0, 0.3, 0.45, 0.55, 0.7, 1.0)
-LEAST, MOST = 0.7, 2.0  # the correlation that promises a merge, and how many points of accuracy it may cost then
+MOST = 3.0  # points of accuracy
 
 
 def _perceptron(width: int, *, norm: bool) -> nn.Module:
@@ -58,29 +57,26 @@ NETWORKS: dict[str, tuple[Callable[..., nn.Module], bool, Sequence[int], tuple[i
 def run(settings: Settings) -> Section:
     """Train pairs of networks, look at them, and merge them."""
     data = DigitsDataModule()
-    pairs = 1 if settings.quick else 2
     records: list[dict[str, Any]] = []
-    for pair, (name, (make, norm, widths, lengths)) in itertools.product(range(pairs), NETWORKS.items()):
+    for name, (make, norm, widths, lengths) in NETWORKS.items():
         for width in widths[:1] if settings.quick else widths:
             model = make(4 if settings.quick else width, norm=norm)
             graph = tus.discover_symmetries(model.eval(), data.train.x[:2])
             for epochs, kind in itertools.product((1,) if settings.quick else lengths, PAIRS):
-                about = {"network": name, "width": width, "epochs": epochs, "pair": kind, "number": pair}
-                records.append(about | measure(model, graph, data, kind, epochs, pair, norm=norm))
-        settings.say(f"{name}, pair {pair}: {len(records)} merges")
+                about = {"network": name, "width": width, "epochs": epochs, "pair": kind}
+                records.append(about | measure(model, graph, data, kind, epochs, norm=norm))
+        settings.say(f"{name}: {len(records)} merges")
     return section(records)
 
 
 def measure(
-    model: nn.Module, graph: tus.SymmetryGraph, data: DigitsDataModule, kind: str, epochs: int, pair: int, *, norm: bool
+    model: nn.Module, graph: tus.SymmetryGraph, data: DigitsDataModule, kind: str, epochs: int, *, norm: bool
 ) -> dict[str, Any]:
     """Train two networks: what the preflight says, and what the merged network loses."""
     x, y = data.train.x, data.train.y
     parts = [slice(None)] * 2 if kind == "same" else [slice(None, len(x) // 2), slice(len(x) // 2, None)]
-    starts = [10 * pair, 10 * pair + (kind != "common")]
-    states = [
-        _fit(model, x[p], y[p], epochs, s, 10 * pair + k) for k, (p, s) in enumerate(zip(parts, starts, strict=True))
-    ]
+    starts = [0, int(kind != "common")]
+    states = [_fit(model, x[p], y[p], epochs, s, k) for k, (p, s) in enumerate(zip(parts, starts, strict=True))]
     model.eval()
     batches, held_out = Batches(x[:500], y[:500], 250), [(data.test.x, data.test.y)]
     told = tus.alignment.preflight(graph, states, model, batches)
@@ -139,10 +135,6 @@ def section(records: list[dict[str, Any]]) -> Section:
         key: spearmanr([r[key] for r in records], [r["lost"] for r in records]).statistic
         for key in ("correlation", "distance")
     }
-    worst = max((r["lost"] for r in records if r["correlation"] >= LEAST), default=-math.inf)
-    goal = Goal(
-        f"at a correlation of {LEAST:g} or more a merge loses at most {MOST:g} points", worst <= MOST, f"{worst:.1f}"
-    )
     ranks = ", ".join(
         f"{value:+.2f} with the {'correlation' if key == 'correlation' else 'ratio of distances'}"
         for key, value in tells.items()
@@ -152,12 +144,13 @@ def section(records: list[dict[str, Any]]) -> Section:
         "on a half each, and on a half each from one initialization (*common*). The preflight sees 500 training images "
         "without labels, units are permuted, statistics of BatchNorm re-estimated. Points of test accuracy are those "
         "by which the merged network is below the mean of both, barriers those of the test loss halfway, in nats. Rank "
-        f"correlation of the points lost: {ranks}."
+        f"correlation of the points lost: {ranks}. The edge at 0.55 and the 3 points were "
+        "chosen on these merges, so that the table is no test of them."
     )
     return Section(
         "What a preflight tells of a merge",
         text,
         [Grid("Merges by the correlation of matched units", header, rows)],
-        [goal],
+        [],
         records,
     )

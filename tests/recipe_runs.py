@@ -116,7 +116,7 @@ def shortened(recipe: Path, folder: Path, keep: Collection[str], edit: Edit) -> 
 
 
 LEAST = {  # what is at most so large in a small run
-    1: "burn_in repeats counts runs pairs epochs depth neighbors cycle_start",
+    1: "burn_in repeats counts runs pairs epochs tuning_epochs depth neighbors cycle_start",
     2: "check_val_every_n_epoch every_n_epochs leapfrog_steps num_members orders num_estimators num_repeats heads "
     "num_samples steps_per_epoch num_steps num_probes refresh_every hyperprior_probes max_iterations",
     3: "points",
@@ -136,6 +136,7 @@ SMALL: dict[str, Callable[[Any], Any]] = {
 SMALL |= {
     "stored": lambda _: [0, 2, 2],
     "keep": lambda _: [1.0, 0.5],
+    "widths": lambda _: [6],
     "hidden": lambda value: [6] * len(value) if isinstance(value, list) else 6,
     "channels": lambda value: [4] * len(value),
     "train_size": lambda _: 64,

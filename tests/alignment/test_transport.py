@@ -175,6 +175,35 @@ def test_an_adapter_goes_where_its_product_goes(over: Any) -> None:
     assert twice.task_norm == pytest.approx(2 * found.task_norm)
 
 
+def test_an_adapter_of_a_tied_layer_is_found_by_either_name() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.mix, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.words(x)
+            return self.head(h + self.mix(h).relu())  # type: ignore[no-any-return]
+
+    model = Tied().double()
+    graph = tus.discover_symmetries(model, torch.randint(7, (2, 3)))
+    base = random_state(model, torch.Generator().manual_seed(0))
+    new = tus.apply_permutation(graph, tus.random_permutation(graph, generator=torch.Generator().manual_seed(1)), base)
+    adapter = {
+        f"head.lora_{k}.weight": torch.randn(s, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        for k, s in (("A", (2, 6)), ("B", (7, 2)))
+    }
+    found = tus.transport(graph, base, adapter, new)
+    assert found.transpositions > 0
+    product = adapter["head.lora_B.weight"] @ adapter["head.lora_A.weight"]
+    (group,) = (g for g in graph.permutations if g.size == 6)
+    torch.testing.assert_close(
+        found.state["head.lora_B.weight"] @ found.state["head.lora_A.weight"],
+        product[:, found.move.permutation[group.name]],
+    )
+
+
 def test_wrong_inputs_are_named() -> None:
     _, graph, base = perceptron(nn.ReLU())
     good = {"0.lora_A.weight": torch.ones(2, 6), "0.lora_B.weight": torch.ones(9, 2)}

@@ -29,7 +29,6 @@ from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
 _VERDICTS = (
-    (0.7, "a merge loses little"),
     (0.55, "a merge mostly loses little: measure it"),
     (-math.inf, "a merge may lose much: measure it"),
 )

@@ -162,12 +162,13 @@ def _added(graph: SymmetryGraph, name: str, new: Tensor, old: Tensor, tuned: Ten
 def _factors(graph: SymmetryGraph, adapter: Mapping[str, Tensor]) -> dict[str, tuple[str, str]]:
     """The names of both factors of each adapted weight, by its name in the graph."""
     modules = {} if graph.probe is None else dict(graph.probe.module.named_modules())
-    linear = [
-        alias
-        for names in graph.aliases.values()
+    linear = {
+        alias: graph.shapes[key]
+        for key, names in graph.aliases.items()
         for alias in names
-        if not modules or isinstance(modules.get(alias.removesuffix(".weight")), nn.Linear)
-    ]
+        if len(graph.shapes[key]) == 2
+        and (not modules or isinstance(modules.get(alias.removesuffix(".weight")), nn.Linear))
+    }
     found: dict[str, dict[str, str]] = {}
     for name in adapter:
         parts = _FACTOR.fullmatch(name)
@@ -182,7 +183,7 @@ def _factors(graph: SymmetryGraph, adapter: Mapping[str, Tensor]) -> dict[str, t
     for weight, pair in found.items():
         shapes = {name: tuple(adapter[name].shape) for name in pair.values()}
         rank = shapes[pair["A"]][:1] if "A" in pair else ()
-        rows, columns = graph.shapes[weight]
+        rows, columns = linear[weight]
         if [shapes[pair[f]] for f in ("A", "B") if f in pair] != [(*rank, columns), (rows, *rank)]:
             raise SymmetryError(f"finetuned has {shapes} for {weight!r}, whose shape {rows, columns} is not theirs")
     return {weight: (pair["A"], pair["B"]) for weight, pair in found.items()}

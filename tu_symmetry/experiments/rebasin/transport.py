@@ -192,5 +192,6 @@ def draw_transport(path: Path, runs: Sequence[Mapping[str, Any]], widths: Sequen
                 for k, values in enumerate(columns):
                     ax.plot([k] * len(values), values, "o", color=color, markersize=2.5)
             ax.set_xticks(range(len(widths)), [str(w) for w in widths])
-            ax.set(title=task.capitalize(), xlabel="width", ylabel="accuracy on the task, %")
-        axes[0].legend()
+            ax.set(title=task.capitalize(), xlabel="width", ylabel="accuracy on the task, %", ylim=(0, 170))
+            ax.set_yticks(range(0, 101, 20))
+        axes[0].legend(loc="upper left")
