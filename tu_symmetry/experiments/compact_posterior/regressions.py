@@ -30,7 +30,9 @@ from tu_symmetry.tables.commands import MARKS
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
+LAPLACE = "linearized Laplace"
 _INPUTS = 100  # test rows whose outputs are compared between chains
+_GRADIENT = 1.0  # nats; of a converged optimum the norm is less
 
 
 def compare_regressions(
@@ -125,7 +127,7 @@ def _split(
     first = {n: t[0] for n, t in optima.items()}
     optimum: dict[str, float] = {}
     judge(
-        "linearized Laplace",
+        LAPLACE,
         lambda: linearized_outputs(model, first, data, prior_precision, num_samples, generator(20), optimum),
         1 + (weights + 1) / 2,
         trained and trained / count,
@@ -180,7 +182,7 @@ def linearized_outputs(
         value.backward()
         return value
 
-    optimum["before"] = float(search.step(loss))  # type: ignore[arg-type]
+    optimum["before"] = search.step(loss).item()  # type: ignore[arg-type]
     optimum |= {"after": loss().item(), "gradient": float(w.grad.norm())}  # type: ignore[union-attr]
     w = w.detach()
 
@@ -218,7 +220,11 @@ def report_regressions(out: Path, recipe: str, found: dict[str, Path]) -> Outcom
 def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float | None]]) -> Grid:
     """Mean and standard deviation over splits of each row; second lines are the paper's."""
     splits = found["splits"]
-    rows = {name: (name, [split["rows"][name] for split in splits]) for name in splits[0]["rows"]}
+    lost = sum(split["optimum"]["gradient"] > _GRADIENT for split in splits)
+    rows = {
+        name + (" †" if lost and name == LAPLACE else ""): (name, [split["rows"][name] for split in splits])
+        for name in splits[0]["rows"]
+    }
 
     def spread(key: str, digits: int = 3) -> Callable[[Any], str]:
         def show(row: Any) -> str:
@@ -241,6 +247,8 @@ def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float
         f"mean ± standard deviation over {len(splits)} splits; targets are standardized, NLL of one in nats, of the "
         "mixture and of the Gaussian with its moments; seconds: of all that is needed, on one core"
     )
+    if lost:
+        caption += f"; † the optimum it is made at had not converged in {lost} of them, so that it is no result"
     return table(title, rows, columns, caption, "posterior")
 
 
