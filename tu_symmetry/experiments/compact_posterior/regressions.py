@@ -182,7 +182,7 @@ def linearized_outputs(
         value.backward()
         return value
 
-    optimum["before"] = search.step(loss).item()  # type: ignore[arg-type]
+    optimum["before"] = search.step(loss).item()
     optimum |= {"after": loss().item(), "gradient": float(w.grad.norm())}  # type: ignore[union-attr]
     w = w.detach()
 
