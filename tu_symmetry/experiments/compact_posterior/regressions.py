@@ -273,15 +273,22 @@ def space_table(found: Found, title: str) -> Grid:
 
 
 def draw_storage(path: Path, sets: Mapping[str, Found]) -> None:
-    """NLL against the numbers that are stored, one panel for each data set; bars are standard deviations."""
-    with plots.figure(path, len(sets), 4.2, 3.4) as axes:
+    """NLL against the numbers that are stored, one panel for each data set, of what has converged; bars: deviations."""
+    colors = {"q_d": plots.GRAY, "q_r": plots.BLUE, "q of one chain": plots.ORANGE, "": plots.GREEN}
+    with plots.figure(path, len(sets), 3.6, 3.4) as axes:
         for ax, (title, found) in zip(axes, sets.items(), strict=True):
-            for k, name in enumerate(n for n in found["splits"][0]["rows"] if not n.startswith("mean of")):
+            names = [n for n in found["splits"][0]["rows"] if not n.startswith("mean of")]
+            if any(split["optimum"]["gradient"] > _GRADIENT for split in found["splits"]):
+                names.remove(LAPLACE)
+            for k, name in enumerate(names):
                 own = [split["rows"][name] for split in found["splits"]]
                 values = [one["nll"] for one in own]
                 spread = stdev(values) if len(values) > 1 else 0.0
-                style = {"marker": "osD^vPX*"[k % 8], "color": plots.COLORS[k % len(plots.COLORS)], "label": name}
+                color = next(c for start, c in colors.items() if name.startswith(start))
+                marker = "os^Dv"[k % 5] if color == plots.GREEN else "X" if "rank" in name else "P"
+                style = {"marker": marker, "color": color, "label": name, "markersize": 6}
                 ax.errorbar(own[0]["storage"], fmean(values), spread, linestyle="none", capsize=2, **style)
-            ax.set(title=title, xlabel="numbers stored", xscale="log", yscale="symlog")
+            ax.axhline(math.log(2 * math.pi * math.e) / 2, color="black", linewidth=0.8, linestyle=":", label="N(0, 1)")
+            ax.set(title=title, xlabel="numbers stored", xscale="log")
         axes[0].set_ylabel("NLL of a test target (nats)")
-        axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
