@@ -206,7 +206,7 @@ NO_CALL = {
     "Bernoulli", "Categorical", # options of an approximation, numbers only
     "SampledEvidence", "DataFileError", "TomographyProblem", "Reconstructions",
     "ImageDataModule", "ScannedTomographyDataModule", "TinyImageNetDataModule",  # abstract, or with files of their own
-    "UCIDataModule", "Convergence",
+    "UCIDataModule",
     "LaplaceMixture",  # with LinearizedLaplace
     "MembersStrategy",  # of a trainer of several processes
     "Call", "Likelihood", "elementwise",  # what a user's own class or rule is made of

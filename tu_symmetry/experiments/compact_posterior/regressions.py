@@ -30,7 +30,9 @@ from tu_symmetry.tables.commands import MARKS
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 from tu_symmetry.tables.report import Found, Report, table
 
+LAPLACE = "linearized Laplace"
 _INPUTS = 100  # test rows whose outputs are compared between chains
+_GRADIENT = 1.0  # nats; of a converged optimum the norm is less
 
 
 def compare_regressions(
@@ -125,7 +127,7 @@ def _split(
     first = {n: t[0] for n, t in optima.items()}
     optimum: dict[str, float] = {}
     judge(
-        "linearized Laplace",
+        LAPLACE,
         lambda: linearized_outputs(model, first, data, prior_precision, num_samples, generator(20), optimum),
         1 + (weights + 1) / 2,
         trained and trained / count,
@@ -180,7 +182,7 @@ def linearized_outputs(
         value.backward()
         return value
 
-    optimum["before"] = float(search.step(loss))
+    optimum["before"] = search.step(loss).item()
     optimum |= {"after": loss().item(), "gradient": float(w.grad.norm())}  # type: ignore[union-attr]
     w = w.detach()
 
@@ -218,7 +220,11 @@ def report_regressions(out: Path, recipe: str, found: dict[str, Path]) -> Outcom
 def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float | None]]) -> Grid:
     """Mean and standard deviation over splits of each row; second lines are the paper's."""
     splits = found["splits"]
-    rows = {name: (name, [split["rows"][name] for split in splits]) for name in splits[0]["rows"]}
+    lost = sum(split["optimum"]["gradient"] > _GRADIENT for split in splits)
+    rows = {
+        name + (" †" if lost and name == LAPLACE else ""): (name, [split["rows"][name] for split in splits])
+        for name in splits[0]["rows"]
+    }
 
     def spread(key: str, digits: int = 3) -> Callable[[Any], str]:
         def show(row: Any) -> str:
@@ -241,6 +247,8 @@ def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float
         f"mean ± standard deviation over {len(splits)} splits; targets are standardized, NLL of one in nats, of the "
         "mixture and of the Gaussian with its moments; seconds: of all that is needed, on one core"
     )
+    if lost:
+        caption += f"; † the optimum it is made at had not converged in {lost} of them, so that it is no result"
     return table(title, rows, columns, caption, "posterior")
 
 
@@ -265,15 +273,22 @@ def space_table(found: Found, title: str) -> Grid:
 
 
 def draw_storage(path: Path, sets: Mapping[str, Found]) -> None:
-    """NLL against the numbers that are stored, one panel for each data set; bars are standard deviations."""
-    with plots.figure(path, len(sets), 4.2, 3.4) as axes:
+    """NLL against the numbers that are stored, one panel for each data set, of what has converged; bars: deviations."""
+    colors = {"q_d": plots.GRAY, "q_r": plots.BLUE, "q of one chain": plots.ORANGE, "": plots.GREEN}
+    with plots.figure(path, len(sets), 3.6, 3.4) as axes:
         for ax, (title, found) in zip(axes, sets.items(), strict=True):
-            for k, name in enumerate(n for n in found["splits"][0]["rows"] if not n.startswith("mean of")):
+            names = [n for n in found["splits"][0]["rows"] if not n.startswith("mean of")]
+            if any(split["optimum"]["gradient"] > _GRADIENT for split in found["splits"]):
+                names.remove(LAPLACE)
+            for k, name in enumerate(names):
                 own = [split["rows"][name] for split in found["splits"]]
                 values = [one["nll"] for one in own]
                 spread = stdev(values) if len(values) > 1 else 0.0
-                style = {"marker": "osD^vPX*"[k % 8], "color": plots.COLORS[k % len(plots.COLORS)], "label": name}
+                color = next(c for start, c in colors.items() if name.startswith(start))
+                marker = "os^Dv"[k % 5] if color == plots.GREEN else "X" if "rank" in name else "P"
+                style = {"marker": marker, "color": color, "label": name, "markersize": 6}
                 ax.errorbar(own[0]["storage"], fmean(values), spread, linestyle="none", capsize=2, **style)
-            ax.set(title=title, xlabel="numbers stored", xscale="log", yscale="symlog")
+            ax.axhline(math.log(2 * math.pi * math.e) / 2, color="black", linewidth=0.8, linestyle=":", label="N(0, 1)")
+            ax.set(title=title, xlabel="numbers stored", xscale="log")
         axes[0].set_ylabel("NLL of a test target (nats)")
-        axes[-1].legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

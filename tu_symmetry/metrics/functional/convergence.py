@@ -103,7 +103,7 @@ def _judged(values: Tensor) -> dict[str, float]:
     if not own.shape[-1]:
         raise ValueError("nothing moves: all draws of all chains are the same network")
     axes = {"chain_axis": 0, "draw_axis": 1}
-    rhat, size = (torch.as_tensor(f(own.numpy(), **axes)) for f in (array_stats.rhat, array_stats.ess))
+    rhat, size = (torch.as_tensor(f(own.numpy(), **axes), device="cpu") for f in (array_stats.rhat, array_stats.ess))
     return {
         "quantities": float(own.shape[-1]),
         "rhat": float(rhat.median()),
