@@ -148,7 +148,9 @@ def audited(
         model = build(architecture, offsets)
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(3, 30, _TOKENS, generator=generator, device="cpu")
-    inputs = first if architecture.get("inputs", 1) == 1 else (torch.randn(2, 8, 14, dtype=torch.float64), None, first)
+    inputs: Any = first
+    if architecture.get("inputs", 1) == 2:
+        inputs = torch.randn(2, 8, 14, dtype=torch.float64, generator=generator, device="cpu"), None, first
     graph = discover_symmetries(model, inputs)
     state = random_state(model, generator)
     holding = smoothings(graph)
