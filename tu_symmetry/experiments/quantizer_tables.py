@@ -124,14 +124,12 @@ def audit(
         architectures: see :func:`build`; and for each quantizer the name of its table (``awq``, ``smoothquant``).
         offsets: classes of norms that multiply by one and their weight, for which llm-compressor puts plain ones.
     """
-    parts = Parts(
-        out / "parts", {"registries": registries, "architectures": architectures, "offsets": offsets, "seed": seed}
-    )
-    names = list(architectures)
-    found = {
-        name: parts.take(name, audited, architectures[name], registries, offsets, rotations, seed)
-        for name in tracked("audit", names, lambda name: name)
-    }
+    found = {}
+    for name in tracked("audit", list(architectures), lambda name: name):
+        own = architectures[name]
+        tables = {q: {own[q]: held[own[q]]} for q, held in registries.items() if q in own}
+        given = own, tables, offsets, rotations, seed
+        found[name] = Parts(out / "parts", given).take(name, audited, *given)
     failing = sum(row["verdict"] == "fails" for rows in found.values() for own in rows.values() for row in own)
     rows = sum(row["verdict"] != "missing" for rows in found.values() for own in rows.values() for row in own)
     return Outcome({"found": found}, f"{failing} of {rows} rows change what the network computes")
@@ -150,7 +148,9 @@ def audited(
         model = build(architecture, offsets)
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(3, 30, _TOKENS, generator=generator, device="cpu")
-    inputs = first if architecture.get("inputs", 1) == 1 else (torch.randn(2, 8, 14, dtype=torch.float64), None, first)
+    inputs: Any = first
+    if architecture.get("inputs", 1) == 2:
+        inputs = torch.randn(2, 8, 14, dtype=torch.float64, generator=generator, device="cpu"), None, first
     graph = discover_symmetries(model, inputs)
     state = random_state(model, generator)
     holding = smoothings(graph)
@@ -295,8 +295,8 @@ def _missing(claims: Sequence[Claim], holding: Sequence[Smoothing]) -> Iterator[
 
 
 def _short(names: set[str]) -> str:
-    shown = sorted({name.split(".", 3)[-1] if name.count(".") > 2 else name for name in names})
-    return ", ".join(dict.fromkeys("experts" if ".experts." in name else name for name in shown))
+    shown = dict.fromkeys("experts" if ".experts." in name else _written(name) for name in sorted(names))
+    return ", ".join(shown)
 
 
 def report(out: Path, recipe: str, found: Path) -> Outcome:
@@ -352,8 +352,8 @@ def _written(name: str) -> str:
 
 
 def draw(path: Path, results: Found) -> None:
-    """For each architecture and quantizer the share of sets of each verdict."""
-    quantizers = list(dict.fromkeys(q for own in results.values() for q in own))
+    """For each architecture and table the share of sets of each verdict."""
+    quantizers = list(dict.fromkeys(q for own in results.values() for q in own if q != "spinquant"))
     with plots.figure(path, len(quantizers), width=5.5, height=0.24 * len(results) + 0.8) as axes:
         for ax, quantizer in zip(axes, quantizers, strict=True):
             named = [name for name, own in results.items() if quantizer in own]
