@@ -131,6 +131,8 @@ ONE: dict[str, Callable[[State], Any]] = {
     "repair merged": lambda s: repair.repair(MODEL, [state(1), state(2)], [0.5, 0.5], s, loader()),
 }
 
+FILES = ("align reference", "merge", "average", "transport", "preflight")  # of what may be given by a name
+
 # name -> call with a (possibly bad) stack
 STACK: dict[str, Callable[[State], Any]] = {
     "align": lambda s: tus.align(graph(), s),
@@ -206,7 +208,7 @@ def test_samples_and_probabilities_that_are_no_real_tensors_are_named(kind: str)
 @pytest.mark.parametrize("given", [3, "state.pt", None, [1.0], MODEL])
 def test_what_is_no_state_dict_is_named(given: Any) -> None:
     for name, call in ONE.items():
-        if isinstance(given, str) and name.startswith(("align reference", "merge", "average", "transport", "preflight")):
+        if isinstance(given, str) and name.startswith(FILES):
             continue  # the name of a reference; a file
         if given is None and (name.endswith("s reference") or name == "merge reference"):
             continue  # no reference
