@@ -132,6 +132,8 @@ ONE: dict[str, Callable[[State], Any]] = {
     "repair merged": lambda s: repair.repair(MODEL, [state(1), state(2)], [0.5, 0.5], s, loader()),
 }
 
+FILES = ("align reference", "merge", "average", "transport", "preflight")  # of what may be given by a name
+
 # name -> call with a (possibly bad) stack
 STACK: dict[str, Callable[[State], Any]] = {
     "align": lambda s: tus.align(graph(), s),
