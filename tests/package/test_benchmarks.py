@@ -45,7 +45,7 @@ def section(title: str, rows: list[list[str]]) -> Section:
         "planted",
         "many",
         "matching",
-        *(pytest.param(s, marks=pytest.mark.slow) for s in ("joint", "comparison", "streaming", "sharing")),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("joint", "comparison", "streaming", "sharing", "size")),
     ],
 )
 def test_quick_run_writes_a_page(subject: str, tmp_path: Path) -> None:
