@@ -211,7 +211,7 @@ def test_every_tensor_is_made_on_a_device_that_is_said() -> None:
 
 def test_inputs_on_another_device_are_named(cuda: torch.device) -> None:
     x = data()[0]
-    for model, inputs in ((network().to(cuda), x), (network(), x.to(cuda)), (network().to("meta"), x)):
+    for model, inputs in ((network().to(cuda), x), (network(), x.to(cuda))):
         with pytest.raises(tus.SymmetryError, match=r"example inputs lie on .*: move one of them"):
             tus.discover_symmetries(model, inputs)
 

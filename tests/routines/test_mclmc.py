@@ -88,7 +88,8 @@ def test_chains_start_from_a_trained_ensemble_and_are_measured(tmp_path: Path) -
     epochs(tmp_path, 20).fit(members, datamodule=data())
     start = {"initial_states": tmp_path / "members", "tuning": 0, "step_size": 1e-3, "thinning": 1}
     still = run(tmp_path / "still", 1, **(start | {"step_size": 1e-12}))
-    assert all(torch.allclose(t, members.states()[name], atol=1e-6) for name, t in still.chain.position.items())
+    states = members.states()
+    assert all(torch.allclose(t.cpu(), states[name].cpu(), atol=1e-6) for name, t in still.chain.position.items())
     routine = run(tmp_path, 12, **start)
     (found,) = steps_of(tmp_path, 1, limit_val_batches=1.0).validate(routine, datamodule=data(), verbose=False)
     assert routine.member_scores["NLL"].shape == (3,)  # of the positions
@@ -111,7 +112,7 @@ def test_a_batch_stands_for_all_data(tmp_path: Path) -> None:
     routine = run(tmp_path, 3, batch_size=25)
     network, module = routine.chain.network, data()
     module.setup("fit")
-    position = {name: t[0] for name, t in routine.chain.position.items()}
+    position = {name: t[0].cpu() for name, t in routine.chain.position.items()}
     parts = zip(module.train.x.split(25), module.train.y.split(25), strict=True)
     quarters = [network.potential(position, part) for part in parts]
     whole = network.potential(position, (module.train.x, module.train.y))
