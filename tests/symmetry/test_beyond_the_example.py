@@ -98,6 +98,12 @@ class Counted(nn.Module):
         return h
 
 
+class FromZero(Counted):
+    def forward(self, x: Tensor, n: int = 0) -> Tensor:
+        h: Tensor = self.b(relu(self.a(x)) * (torch.arange(8) >= n))
+        return h
+
+
 class Flagged(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +162,7 @@ def optional(m: Net, x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 two, more = {"example": (rows(2),)}, {"example": (rows(2),), "others": [(rows(6),)]}
 CASES["an integer that is left out"] = Shown(Counted(), (rows(2),), [(rows(2), 1), (rows(2), 5)], [], 8)
+CASES["an integer that is left out, none"] = Shown(FromZero(), (rows(2),), [(rows(2), 1), (rows(2), 5)], [], 8)
 show("a layer of gains and shifts that is left out", conditioned, [], 0, **two, others=[(rows(2), rows(2)[:, :2])],
      both=(2, 16), a=(4, 8), b=(8, 3))  # fmt: skip
 show("a number that is left out", shifted, [8], 0, **two, others=[(rows(2), rows(2))], shift=nn.Embedding(1, 1),

@@ -135,14 +135,15 @@ class ScaleSystem:
     def _eliminate(self, constraints: Sequence[tuple[Term, ...]]) -> None:
         """Express one variable of each remaining sum by the others, or pin the sum."""
         rows: list[dict[int, float]] = []
-        for constraint in constraints:
-            for roots, weights in self._reduced(constraint):
-                for position in np.flatnonzero((weights != 0).sum(axis=0) > 2).tolist():
-                    column = weights[:, position]
-                    row: dict[int, float] = defaultdict(float)
-                    for k in np.flatnonzero(column).tolist():
-                        row[int(roots[k, position])] += float(column[k])
-                    rows.append(row)
+        reduced = (one for constraint in constraints for one in self._reduced(constraint))
+        distinct = {(roots.tobytes(), weights.tobytes()): (roots, weights) for roots, weights in reduced}
+        for roots, weights in distinct.values():  # passes say the same of the same weights
+            longer = (weights != 0).sum(axis=0) > 2
+            for variables, factors in zip(roots[:, longer].T.tolist(), weights[:, longer].T.tolist(), strict=True):
+                row: dict[int, float] = defaultdict(float)
+                for variable, factor in zip(variables, factors, strict=True):
+                    row[variable] += factor
+                rows.append({variable: factor for variable, factor in row.items() if factor})
         members = np.bincount(self.root, minlength=self.count)
         for row in rows:
             current = self._substitute(row)

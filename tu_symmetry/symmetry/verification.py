@@ -252,8 +252,14 @@ def _failures(
             networks.append((given, faithful) if faithful else (exact, tuple(claimed)))
         for k, (network, groups) in enumerate(networks):
             other = k == 1 and not graph.branch
-            base = _base(network, seed + 500 * k, graph.constants, repeat=k == 0, other=other)
-            failed = _try(graph, base, groups, plans[k :: len(networks)], generator, bisected=bisected)
+            failed = _try(  # one set of weights at a time
+                graph,
+                _base(network, seed + 500 * k, graph.constants, repeat=k == 0, other=other),
+                groups,
+                plans[k :: len(networks)],
+                generator,
+                bisected=bisected,
+            )
             if failed:
                 return failed
     moved = tuple(g for g in faithful if isinstance(g, PermutationGroup))
