@@ -161,7 +161,9 @@ def moved(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> Ma
 
 
 def view(graph: SymmetryGraph, move: Move, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A network as a move makes it, tensor by tensor."""
+    """A network as a move makes it, tensor by tensor where it is read so."""
+    if not hasattr(tensors, "layouts"):
+        return moved(graph, move, tensors)
     if move.rounds or move.signs:
         return Moved(graph, move, tensors)
     return Permuted(graph, move.permutation, tensors)

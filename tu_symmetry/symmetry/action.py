@@ -471,9 +471,10 @@ def _log_factors(
         parts.append(value.detach().to(torch.float64).cpu())
     flat = torch.cat([*parts, torch.zeros(1, dtype=torch.float64, device="cpu")])  # the zero answers for index -1
     for parameter, terms in graph.scale_terms.items():
-        logs = [power * term.exponent * flat[term.index] for term in terms]
+        names = [name for name in graph.aliases[parameter] if name in tensors]
+        logs = [power * term.exponent * flat[term.index] for term in terms] if names else []
         if any(log.any() for log in logs):
-            yield from ((name, logs) for name in graph.aliases[parameter] if name in tensors)
+            yield from ((name, logs) for name in names)
 
 
 _SINGLE = 40.0  # sums of log-factors up to here keep single-precision factors normal, with room to spare
