@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from tu_symmetry.posterior.hamiltonian import estimated_sample_size
+from tu_symmetry.posterior.hamiltonian import sample_sizes
 from tu_symmetry.posterior.network import BayesianNetwork, States, derived_seed, require_positive
 from tu_symmetry.states import evenly
 
@@ -213,7 +213,7 @@ class MicrocanonicalChains:
             watched = s["position"][:, evenly(dimension, s["watched"].shape[-1])]
             s["watched"] = torch.cat([s["watched"], watched.unsqueeze(0)])
             if self.transitions == self.tuning:
-                apart = len(s["watched"]) / estimated_sample_size(s["watched"])
+                apart = len(s["watched"]) / sample_sizes(s["watched"])
                 found = _LENGTH * size * apart.nanmean(1).to(size)
                 s["length"] = torch.where(found.isfinite(), found, s["length"])
                 s["watched"] = s["watched"][:0]

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
-from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
-from tu_symmetry.routines.runs import is_over, require_free, store_at_end
+from tu_symmetry.routines.runs import is_over, require_free, starts, store_at_end
 from tu_symmetry.routines.shares import MembersStrategy, joined, share_sizes
 from tu_symmetry.states import unstack
 
@@ -158,13 +157,9 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
         if self.initial_states is None or self._started or stage != "fit":
             return
         own = self.members.state_dict()
-        store = SampleStore.open(self.initial_states, like={name: t[0] for name, t in own.items()})
-        if len(store) != self.num_members:
-            raise ValueError(
-                f"initial_states {self.initial_states} holds {len(store)} states, but num_members is {self.num_members}"
-            )
+        like = {name: t[0] for name, t in own.items()}
         with torch.no_grad():
-            for name, t in store.load().items():
+            for name, t in starts(self.initial_states, like, num_members=self.num_members).items():
                 own[name].copy_(t)
         self._started = True
 
