@@ -165,9 +165,9 @@ def prune(
     generator = study.generator("control")
     order = {
         n: torch.rand(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device)
-        for n, t in center.items()
+        for n, t in q["ensemble"].std.items()
     }
-    ascending = torch.cat([t.flatten() for t in order.values()]).sort().values
+    control = CompactPosterior(center, order)
     draws = {name: one.sample(num_samples, generator=study.generator(name)) for name, one in q.items()}
     curves: dict[str, list[float]] = {}
     for share in tracked("pruning", keep):
@@ -177,8 +177,7 @@ def prune(
             found[f"{name} samples, own σ"] = accuracy(study.predictive(masked(draws[name], mask)), study.test.y)
             found[f"{name} mean, own σ"] = study.accuracy_of(masked(posterior.mean, mask))
         foreign = {f"{m}'s σ": permute_tensors(study.graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
-        threshold = ascending[max(round(share * len(ascending)), 1) - 1]
-        foreign["random order"] = {name: t <= threshold for name, t in order.items()}
+        foreign["random order"] = control.pruning_mask(share)
         for label, mask in foreign.items():
             found[f"ensemble mean, {label}"] = study.accuracy_of(masked(center, mask))
             found[f"single networks, {label}"] = fmean([study.accuracy_of(masked(m, mask)) for m in aligned])
