@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pyro.ops.stats import split_gelman_rubin
 from scipy.signal import lfilter
 from torch import Tensor, nn
-from trainings import Kill, Killed, digits, digits_network, epochs
+from trainings import Kill, Killed, digits, digits_network, same, steps_of
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.hamiltonian import (
@@ -35,10 +35,6 @@ def data() -> DigitsDataModule:
     return digits(batch_size="full", train_size=100, test_size=50)
 
 
-def steps_of(folder: Path, steps: int, *callbacks: Callback, **options: Any) -> Trainer:
-    return epochs(folder, None, *callbacks, max_steps=steps, **options)
-
-
 def run(folder: Path, steps: int, ckpt: str | None = None, *callbacks: Callback, **options: Any) -> HMCRoutine:
     options = OPTIONS | {"samples": folder / "samples", "model": digits_network()} | options
     routine = HMCRoutine(**options)
@@ -50,10 +46,6 @@ def posterior() -> BayesianNetwork:
     module = data()
     module.setup("fit")
     return BayesianNetwork(digits_network(), module.train.x, module.train.y, 1.0, categorical_nll, "cpu")
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 @pytest.mark.cpu

@@ -114,8 +114,8 @@ class ChainsRoutine(PredictiveRoutine):
         return chain_diagnostics({"projections": series[..., :-1], "potential": series[..., -1]})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """One whose step is a transition, so that Lightning counts transitions as steps."""
-        return TransitionOptimizer(self.parameters())
+        """One whose step is its closure, a transition, so that Lightning counts transitions as steps."""
+        return torch.optim.SGD(self.parameters(), lr=0.0)
 
     def setup(self, stage: str) -> None:
         """Start anew with a new fit (a checkpoint is loaded after this)."""
@@ -199,14 +199,3 @@ class ChainsRoutine(PredictiveRoutine):
         tested = self._tested
         states = tested or ([{}] if self.chain is None else self._positions())
         return torch.stack([functional_call(self.model, one, (x,), tie_weights=tested is None) for one in states])
-
-
-class TransitionOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step is its closure; it changes no parameter by itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    def step(self, closure: Any = None) -> Any:
-        """Call the closure and return what it gives."""
-        return closure()

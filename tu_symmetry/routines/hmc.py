@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,8 +86,12 @@ class HMCRoutine(ChainsRoutine):
         return [self.chain.position]
 
     def _move(self, batch: None) -> dict[str, float]:
-        with _matmul(self.matmul_precision):
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        try:
             made: Transition = self.chain.step()
+        finally:
+            torch.set_float32_matmul_precision(before)
         taken = self.chain.transitions - self.burn_in
         if taken > 0:
             potential = torch.tensor([made.potential], dtype=torch.float64, device="cpu")
@@ -98,13 +100,3 @@ class HMCRoutine(ChainsRoutine):
         network = self.chain.network
         log_likelihood = (float(network.penalty(self.chain.position)) - made.potential) / len(network.x)
         return made._asdict() | {"accepted": float(made.accepted), "log_likelihood": log_likelihood}
-
-
-@contextmanager
-def _matmul(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

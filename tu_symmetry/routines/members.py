@@ -126,7 +126,13 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
         Lightning loads a checkpoint after this.
         """
-        self._put_initial_states(stage)
+        if self.initial_states is not None and not self._started and stage == "fit":
+            own = self.members.state_dict()
+            like = {name: t[0] for name, t in own.items()}
+            with torch.no_grad():
+                for name, t in starts(self.initial_states, like, num_members=self.num_members).items():
+                    own[name].copy_(t)
+            self._started = True
         strategy = getattr(self._trainer, "strategy", None)
         if not isinstance(strategy, MembersStrategy) or strategy.world_size == 1:
             return
@@ -152,16 +158,6 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
     def _whole(self, t: Tensor) -> Tensor:
         """All members' rows of a tensor of which this process has its own members'."""
         return joined(t, self._sizes, self.trainer.strategy.root_device) if self._sizes else t
-
-    def _put_initial_states(self, stage: str) -> None:
-        if self.initial_states is None or self._started or stage != "fit":
-            return
-        own = self.members.state_dict()
-        like = {name: t[0] for name, t in own.items()}
-        with torch.no_grad():
-            for name, t in starts(self.initial_states, like, num_members=self.num_members).items():
-                own[name].copy_(t)
-        self._started = True
 
     def on_fit_start(self) -> None:
         """Check the folder before the first step."""

@@ -66,9 +66,8 @@ def compare_regressions(
         own = UCIDataModule(data.dataset, data.root, split=k, train_size=data.train_size)
         optima, store = SampleStore.open(ensembles[k]).load(), SampleStore.open(chains[k])
         count = len(set(store.chains))
-        draws = {
-            n: t.unflatten(0, (-1, count)).transpose(0, 1) for n, t in store.load().items()
-        }  # [chains, draws, ...]
+        held = store.load()  # at each step, all chains; draws are [chains, draws, ...]
+        draws = {n: t.unflatten(0, (-1, count)).transpose(0, 1) for n, t in held.items()}
         rows: dict[str, dict[str, float]] = {}
 
         def judge(name: str, make: Callable[[], Tensor], networks: float, before: float) -> None:
@@ -206,10 +205,7 @@ def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float
         "numbers stored": lambda row: f"{splits[0]['rows'][row]['storage']:,.0f}",
         "seconds": spread("seconds", ".0f"),
     }
-    caption = (
-        f"mean ± standard deviation over {len(splits)} splits; targets are standardized, NLL of one in nats, of the "
-        "mixture and of the Gaussian with its moments; seconds: of all that is needed, on one core"
-    )
+    caption = f"mean ± standard deviation over {len(splits)} splits"
     if lost:
         caption += f"; † the optimum it is made at had not converged in {lost} of them, so that it is no result"
     return table(title, rows, columns, caption, "posterior")

@@ -164,9 +164,8 @@ def draw_sigmas(path: Path, runs: Runs) -> None:
 
 def draw_interpolation(path: Path, found: Found) -> None:
     """Losses on the segments between networks before and after alignment, a panel for each source."""
-    titles = {"ensemble": "Ensemble members", "hmc": "HMC samples"}
-    with plots.figure(path, len(titles)) as axes:
-        for ax, (source, title) in zip(axes, titles.items(), strict=True):
+    with plots.figure(path, len(SOURCES)) as axes:
+        for ax, (source, title) in zip(axes, SOURCES.items(), strict=True):
             lines = {f"{when} alignment": found[f"{source}/{when}"] for when in ("before", "after")}
             plots.interpolation(ax, found["ratios"], lines, ylabel="training loss (nats)", title=title)
 
