@@ -191,10 +191,10 @@ class Explanation(Preflight):
         left: of the merged network.
     """
 
-    barrier: float | None
-    matching: float | None
-    statistics: float | None
-    left: float | None
+    barrier: float | None = None
+    matching: float | None = None
+    statistics: float | None = None
+    left: float | None = None
 
     @property
     def better_order(self) -> float:
@@ -214,7 +214,7 @@ class Explanation(Preflight):
     def grid(self) -> Grid:
         """The parts of barrier, distance and correlation; ``markdown()`` and ``to_dict()`` make text and JSON of it."""
         lacks = list(overall(self.matched).parts.items())[1:]
-        rows = [
+        rows: list[list[Any]] = [
             ["as given", self.barrier, self.distance_before, overall(self.given).matched],
             ["matching", self.matching, self.distance_before - self.distance_after, None],
             ["statistics", self.statistics, None, None],
@@ -256,18 +256,18 @@ def explain(
     """What ``Merged.explain`` returns, of networks, what moved them, and the barriers that were measured."""
     if sum(share > 0 for share in shares) < 2:
         raise ValueError("one network has all the weight, so that nothing was merged, and there is nothing to explain")
-    matching = statistics = None
-    if barriers:  # what was not measured equals what was
-        aligned = barriers["aligned"]
-        full = {"naive": aligned, "corrected": aligned} | barriers
-        same = full["naive"] if "naive" in barriers else full["corrected"]
-        rest = barriers.get("naive_corrected", same)
-        matching = (full["naive"] - aligned + rest - full["corrected"]) / 2
-        statistics = (full["naive"] - rest + aligned - full["corrected"]) / 2
-        barriers = full
     looked = _looked_at(graph, model, networks, moves, shares, reusable(dataloader))
-    ends = {"barrier": barriers.get("naive"), "left": barriers.get("corrected")}
-    return Explanation(**looked, **ends, matching=matching, statistics=statistics)
+    if not barriers:
+        return Explanation(**looked)
+    naive, aligned, corrected = (barriers.get(step, barriers["aligned"]) for step in ("naive", "aligned", "corrected"))
+    between = barriers.get("naive_corrected", naive if "naive" in barriers else corrected)
+    return Explanation(
+        **looked,
+        barrier=naive,
+        matching=(naive - aligned + between - corrected) / 2,
+        statistics=(naive - between + aligned - corrected) / 2,
+        left=corrected,
+    )
 
 
 def overall(groups: Mapping[str, Likeness]) -> Likeness:

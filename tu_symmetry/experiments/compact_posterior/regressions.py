@@ -143,7 +143,7 @@ def linearized_outputs(
     given.load_state_dict(state)
     x, y, points = (t.double() for t in (data.train.x, data.train.y, data.test.x))
     network = BayesianNetwork(given, x, y, prior_precision, gaussian_nll, "cpu")
-    parameters = dict(network.module.named_parameters())
+    parameters: State = dict(network.module.named_parameters())
     search = torch.optim.LBFGS(
         parameters.values(), max_iter=3000, line_search_fn="strong_wolfe", tolerance_change=1e-12
     )

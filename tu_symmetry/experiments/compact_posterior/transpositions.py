@@ -186,22 +186,21 @@ def draw_transpositions(path: Path, found: Found) -> None:
     """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation."""
     initial, panels, walk = found["initial"], found["panels"], found["walk"]
     start = "NoT at initialization"
-    names = {
-        "distance": "Weight distance",
-        "training loss": "Barrier, training loss",
-        "test error": "Barrier, test error",
+    named = {
+        "distance": ("Weight distance", "$\\|W_0 - W_1\\|_2^2$"),
+        "training loss": ("Barrier, training loss", "loss (nats)"),
+        "test error": ("Barrier, test error", "error (share)"),
     }
-    units = {"distance": "$\\|W_0 - W_1\\|_2^2$", "training loss": "loss (nats)", "test error": "error (share)"}
     with plots.figure(path, 5, width=3.1) as axes:
         axes[0].plot([0, max(initial)], [0, max(initial)], color=plots.GRAY, linestyle=":", label="unchanged")
         plots.band(axes[0], initial, panels["transpositions"], plots.BLUE, "found by matching")
         axes[0].set(title="NoT after training", xlabel=start, ylabel="NoT")
-        for ax, (key, title) in zip(axes[1:4], names.items(), strict=True):
+        for ax, (key, (title, unit)) in zip(axes[1:4], named.items(), strict=True):
             if f"initial {key}" in panels:
                 plots.band(ax, initial, panels[f"initial {key}"], plots.ORANGE, "before training", linestyle=":")
             plots.band(ax, initial, panels[f"{key}_unmatched"], plots.GRAY, "before matching")
             plots.band(ax, initial, panels[key], plots.BLUE, "after matching")
-            ax.set(title=title, xlabel=start, ylabel=units[key])
+            ax.set(title=title, xlabel=start, ylabel=unit)
         plots.band(axes[4], walk["ratios"], walk["transpositions"], plots.BLUE, None)
         label = r"interpolation $\lambda$"
         axes[4].set(title="NoT along the interpolation", xlabel=label, ylabel="NoT to $W_0$", xlim=(0, 1))
