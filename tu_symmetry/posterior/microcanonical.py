@@ -69,9 +69,9 @@ class MicrocanonicalChains:
     In the first nine tenths of the ``tuning`` steps each chain's step size goes to where the energy error's variance
     for each dimension is that of ``energy_variance``, whose two numbers are those of its start and its end
     (arXiv 2502.06335). The length is ``sqrt(d)`` in the first eight, then the root of the variances' sum in the ninth,
-    and at last 0.4 times the way between independent samples in the last one. With batches an energy error is that of the
-    batch a step ends with, and its variance has a part that comes from the noise of the gradients, so that noise makes
-    steps shorter too.
+    and at last 0.4 times the way between independent samples in the last one. With batches an energy error is that of
+    the batch a step ends with, and its variance has a part that comes from the noise of the gradients, so that noise
+    makes steps shorter too.
 
     Args:
         network: the likelihood and the prior.

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from tu_symmetry.posterior.hamiltonian import SignedSums, chain_diagnostics
 from tu_symmetry.posterior.network import BayesianNetwork, States, require_positive
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine
+from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, training_points
 from tu_symmetry.routines.runs import StoredRun, fingerprint_of
 from tu_symmetry.states import evenly
 
@@ -74,9 +74,7 @@ class ChainsRoutine(PredictiveRoutine):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Make the transitions of one batch."""
         x, y = batch
-        dataset: Any = getattr(self.trainer.train_dataloader, "dataset", None)
-        points = len(dataset) if hasattr(dataset, "__len__") else len(x)
-        batches = int(self.trainer.num_training_batches)
+        batches, points = self.trainer.num_training_batches, training_points(self.trainer)
         whole = batches == 1 and len(x) == points
         if self.needs_all and not whole:
             raise ValueError(

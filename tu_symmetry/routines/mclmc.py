@@ -98,7 +98,13 @@ class MCLMCRoutine(ChainsRoutine):
         self.options = self.chain_options | {"thinning": thinning, "initial_states": self.initial_states}
 
     def _made(self, network: BayesianNetwork) -> MicrocanonicalChains:
-        return MicrocanonicalChains(network, self._starts(), **self.chain_options)
+        if self.initial_states is None:
+            fresh = [initialized(self.model, derived_seed(self.seed, 1, k)) for k in self.numbers]
+            held = stack_module_state(fresh)[0]
+        else:
+            held = starts(self.initial_states, self.model.state_dict(), num_chains=len(self.numbers))
+        begin = {name: held[name].to(p) for name, p in self.model.named_parameters()}
+        return MicrocanonicalChains(network, begin, **self.chain_options)
 
     def _positions(self) -> list[States]:
         return unstack(self.chain.position)
@@ -118,10 +124,3 @@ class MCLMCRoutine(ChainsRoutine):
             "diverged": (~made.moved).double(),
         }
         return {name: value.mean() for name, value in found.items()}
-
-    def _starts(self) -> States:
-        if self.initial_states is None:
-            fresh = [initialized(self.model, derived_seed(self.seed, 1, k)) for k in self.numbers]
-            return dict(stack_module_state(fresh)[0])
-        held = starts(self.initial_states, self.model.state_dict(), num_chains=len(self.numbers))
-        return {name: held[name].to(p) for name, p in self.model.named_parameters()}
