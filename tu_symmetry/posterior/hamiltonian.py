@@ -106,8 +106,7 @@ class HamiltonianChain:
         self.transitions = state["transitions"]
         position, gradient = ({n: t.to(device) for n, t in state[part].items()} for part in ("position", "gradient"))
         kernel._cache(position, state["potential"].to(device), gradient)
-        for name, value in state["kernel"].items():
-            setattr(kernel, name, value)
+        vars(kernel).update(state["kernel"])
         if adapter.adapt_step_size:
             vars(adapter._step_size_adapt_scheme).update(state["dual_averaging"])
         adapter.step_size, adapter._current_window = state["step_size"], state["window"]
