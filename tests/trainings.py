@@ -41,6 +41,16 @@ def epochs(folder: Path, count: int | None = 3, *callbacks: Callback, **options:
     return trainer(*callbacks, folder=folder, **({"limit_val_batches": 0, "max_epochs": count} | options))
 
 
+def steps_of(folder: Path, steps: int, *callbacks: Callback, **options: Any) -> Trainer:
+    """A trainer of so many steps, without validation."""
+    return epochs(folder, None, *callbacks, max_steps=steps, **options)
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether two states are the same to the last bit."""
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+
+
 class Killed(Exception):
     """What ends a run as a signal would."""
 

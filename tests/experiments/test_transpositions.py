@@ -9,9 +9,10 @@ import torch
 from recipe_runs import RECIPES, run_table
 from torch.nn.functional import cross_entropy
 
+from tu_symmetry.alignment.barrier import measure
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.evaluation import Batches
-from tu_symmetry.experiments.compact_posterior.transpositions import make_pairs, permutation_with_count, scores
+from tu_symmetry.experiments.compact_posterior.transpositions import SCORES, make_pairs, permutation_with_count
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.tables.models import MLP
@@ -56,8 +57,8 @@ def test_barriers_are_those_of_the_midpoint() -> None:
     model = MLP(64, 10, (8,))
     states = [MLP(64, 10, (8,)).state_dict() for _ in range(3)]
     part = DigitsDataModule(test_size=50).test
-    found = scores(model, states, Batches(part.x, part.y, batch_size=20))
-    for state, (loss, error) in zip(states, found.tolist(), strict=True):
+    for state in states:
+        loss, error = measure(model, state, Batches(part.x, part.y, batch_size=20), SCORES).values()
         model.load_state_dict(state)
         z = model(part.x)
         assert loss == pytest.approx(cross_entropy(z, part.y).item(), rel=1e-5)

@@ -12,7 +12,7 @@ from tu_symmetry.metrics.functional import convergence
 from tu_symmetry.states import stack_states
 from tu_symmetry.tables.models import MLP
 
-stats = pytest.importorskip("arviz_stats.base", reason="comes with the extra recipes").array_stats
+stats = pytest.importorskip("arviz_stats.base", reason="comes with the extra sampling").array_stats
 
 
 def network() -> nn.Module:

@@ -68,8 +68,7 @@ def test_everything_imported_is_declared_and_extras_are_guarded(room: str) -> No
 
 
 USES: dict[str, tuple[str, tuple[Any, ...], str]] = {  # a function: the package it takes, its arguments, the extra
-    "posterior.hamiltonian.chain_diagnostics": ("pyro", ({"a": torch.zeros(9)},), "sampling"),
-    "posterior.hamiltonian.estimated_sample_size": ("pyro", (torch.zeros(9, 1),), "sampling"),
+    "posterior.hamiltonian.chain_diagnostics": ("arviz_stats", ({"a": torch.zeros(9, 1)},), "sampling"),
 }
 
 

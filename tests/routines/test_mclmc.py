@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 from torch.func import stack_module_state
-from trainings import Kill, Killed, digits, digits_network, epochs, run_cli
+from trainings import Kill, Killed, digits, digits_network, epochs, run_cli, same, steps_of
 
 from tu_symmetry.datamodules import DigitsDataModule
 from tu_symmetry.posterior.microcanonical import MicrocanonicalChains
@@ -29,10 +28,6 @@ def data(batch_size: Any = "full", **options: Any) -> DigitsDataModule:
     return digits(batch_size=batch_size, train_size=100, test_size=50, **options)
 
 
-def steps_of(folder: Path, steps: int, *callbacks: Callback, **options: Any) -> Trainer:
-    return epochs(folder, None, *callbacks, max_steps=steps, **options)
-
-
 def run(
     folder: Path, steps: int, ckpt: str | None = None, *callbacks: Callback, batch_size: Any = "full", **options: Any
 ) -> MCLMCRoutine:
@@ -40,10 +35,6 @@ def run(
     routine = MCLMCRoutine(**options)
     steps_of(folder, steps, *callbacks).fit(routine, datamodule=data(batch_size), ckpt_path=ckpt)
     return routine
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
 
 
 @pytest.mark.cpu

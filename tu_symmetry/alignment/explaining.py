@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.alignment.activations import all_places, observe
 from tu_symmetry.alignment.align import align
 from tu_symmetry.alignment.assignment import assign_family, family_value
-from tu_symmetry.alignment.gram import Family, families
+from tu_symmetry.alignment.gram import families
 from tu_symmetry.alignment.matching import check_pair, weight_distance
 from tu_symmetry.alignment.moves import Move
 from tu_symmetry.alignment.networks import Networks, StateSource
@@ -23,15 +24,12 @@ from tu_symmetry.alignment.over import Over
 from tu_symmetry.evaluation import reusable
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.reporting.grid import Grid
-from tu_symmetry.states import State
 from tu_symmetry.symmetry.elements import identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
 
-_VERDICTS = (
-    (0.55, "a merge mostly loses little: measure it"),
-    (-math.inf, "a merge may lose much: measure it"),
-)
+_ALIKE = 0.55  # correlation from which on merges of small networks mostly lost little (see the page on merging)
+_PARTS = ("matched", "a better order, at most", "an order for each layer", "no order")
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,12 @@ class Likeness:
     matched: float
     best: float
     untied: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The correlation, and what it lacks to be 1."""
+        lacks = (self.matched, self.best - self.matched, self.untied - self.best, 1 - self.untied)
+        return dict(zip(_PARTS, lacks, strict=True))
 
 
 @leaves_randomness
@@ -78,21 +82,19 @@ def likeness(
     for family in families(graph):
         sizes = {g.name: math.prod(g.shape) for g in family.groups}
         zeros = {name: torch.zeros(n, n, dtype=torch.float64, device="cpu") for name, n in sizes.items()}
-        own = [zeros | {name: gram.double()} for (name, _), gram in shown.items() if name in family.names]
-        count = sum(len(gram) for (name, _), gram in shown.items() if name in family.names)
+        own = {place: gram.double() for place, gram in shown.items() if place[0] in sizes}
         if not own:
             continue
-        total = {name: torch.stack([grams[name] for grams in own]).sum(0) for name in zeros}
-
-        def best(grams: Mapping[str, Tensor], family: Family = family) -> float:
-            return family_value(family, grams, assign_family(family, grams))[0]
-
+        each = [zeros | {name: gram} for (name, _), gram in own.items()]
+        total = {name: torch.stack([grams[name] for grams in each]).sum(0) for name in zeros}
+        count = sum(map(len, own.values()))
+        best = [family_value(family, grams, assign_family(family, grams))[0] for grams in (total, *each)]
         found[family.root.name] = Likeness(
-            units=sum(sizes[name] for name in {name for name, _ in shown if name in sizes}),
-            places=len({module for name, module in shown if name in family.names}),
+            units=sum(sizes[name] for name in {name for name, _ in own}),
+            places=len({module for _, module in own}),
             matched=family_value(family, total, still)[0] / count,
-            best=best(total) / count,
-            untied=sum(map(best, own)) / count,
+            best=best[0] / count,
+            untied=sum(best[1:]) / count,
         )
     return found
 
@@ -126,9 +128,9 @@ class Preflight(Brief):
 
     @property
     def verdict(self) -> str:
-        """Whether a merge can work, by what was seen of the merges of small networks (see the page on merging)."""
-        words = next(words for least, words in _VERDICTS if self.correlation >= least)
-        return f"{words} (units correlate by {self.correlation:.2f})"
+        """Whether a merge can work, by what was seen of the merges of small networks."""
+        words = "mostly loses little" if self.correlation >= _ALIKE else "may lose much"
+        return f"a merge {words}: measure it (units correlate by {self.correlation:.2f})"
 
     def groups(self) -> Grid:
         """The correlations of each group of units."""
@@ -169,8 +171,7 @@ def preflight(
     """
     networks, batches = StateSource(states), reusable(dataloader)
     aligned = align(graph, list(networks), over=over, certify=False)
-    moved, shares = networks.moved(graph, aligned.moves), [1.0] * len(networks)
-    return Preflight(**_looked_at(graph, model, networks, moved, shares, batches))
+    return Preflight(**_looked_at(graph, model, networks, aligned.moves, [1.0] * len(networks), batches))
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,39 +191,38 @@ class Explanation(Preflight):
         left: of the merged network.
     """
 
-    barrier: float | None
-    matching: float | None
-    statistics: float | None
-    left: float | None
+    barrier: float | None = None
+    matching: float | None = None
+    statistics: float | None = None
+    left: float | None = None
 
     @property
     def better_order(self) -> float:
         """The correlation that the best order of units has beyond the one that was found: no other gains more."""
-        return overall(self.matched).best - overall(self.matched).matched
+        return overall(self.matched).parts[_PARTS[1]]
 
     @property
     def ties(self) -> float:
         """The correlation that is lost because a group's units stand in one order at all places where they are read."""
-        return overall(self.matched).untied - overall(self.matched).best
+        return overall(self.matched).parts[_PARTS[2]]
 
     @property
     def unexplained(self) -> float:
         """The correlation that no order of the units brings, at no place: the networks have other units."""
-        return 1 - overall(self.matched).untied
+        return overall(self.matched).parts[_PARTS[3]]
 
     def grid(self) -> Grid:
         """The parts of barrier, distance and correlation; ``markdown()`` and ``to_dict()`` make text and JSON of it."""
-        parts = {
-            "as given": (self.barrier, self.distance_before, overall(self.given).matched),
-            "matching": (self.matching, self.distance_before - self.distance_after, None),
-            "statistics": (self.statistics, None, None),
-            "left": (self.left, self.distance_after, self.correlation),
-            "a better order, at most": (None, None, self.better_order),
-            "an order for each layer": (None, None, self.ties),
-            "no order": (None, None, self.unexplained),
-        }
-        rows = [[name, *("" if v is None else f"{v:.3g}" for v in values)] for name, values in parts.items()]
-        return Grid("What is left of the barrier", ["", "barrier", "distance", "correlation"], rows)
+        lacks = list(overall(self.matched).parts.items())[1:]
+        rows: list[list[Any]] = [
+            ["as given", self.barrier, self.distance_before, overall(self.given).matched],
+            ["matching", self.matching, self.distance_before - self.distance_after, None],
+            ["statistics", self.statistics, None, None],
+            ["left", self.left, self.distance_after, self.correlation],
+            *([name, None, None, value] for name, value in lacks),
+        ]
+        cells = [[name, *("" if v is None else f"{v:.3g}" for v in values)] for name, *values in rows]
+        return Grid("What is left of the barrier", ["", "barrier", "distance", "correlation"], cells)
 
     def draw(self, path: Path) -> None:
         """Write a figure: the barrier step by step, and the correlation of each group with what it lacks."""
@@ -235,15 +235,9 @@ class Explanation(Preflight):
             bottoms = [0.0, heights[0] - heights[1], heights[3], 0.0]
             left.bar([*steps, "left"], heights, bottom=bottoms, color=[plots.GRAY, *shades[:3]])
             left.set(title="Barrier", ylabel="loss above the members'")
-            shares = {
-                "matched": lambda one: one.matched,
-                "a better order": lambda one: one.best - one.matched,
-                "an order for each layer": lambda one: one.untied - one.best,
-                "no order": lambda one: 1 - one.untied,
-            }
             starts = [0.0] * len(self.matched)
-            for color, (label, share) in zip(shades, shares.items(), strict=True):
-                lengths = [share(one) for one in self.matched.values()]
+            for color, label in zip(shades, _PARTS, strict=True):
+                lengths = [one.parts[label] for one in self.matched.values()]
                 right.barh(list(self.matched), lengths, left=starts, color=color, label=label)
                 starts = [start + length for start, length in zip(starts, lengths, strict=True)]
             right.set(title="Correlation of units", xlim=(min(0.0, *(one.matched for one in self.matched.values())), 1))
@@ -260,64 +254,59 @@ def explain(
     dataloader: Iterable[Any],
 ) -> Explanation:
     """What ``Merged.explain`` returns, of networks, what moved them, and the barriers that were measured."""
-    chosen = [k for k, share in enumerate(shares) if share > 0]
-    if len(chosen) < 2:
+    if sum(share > 0 for share in shares) < 2:
         raise ValueError("one network has all the weight, so that nothing was merged, and there is nothing to explain")
-    moved, weights = networks.moved(graph, moves).only(chosen), [shares[k] for k in chosen]
-    given, batches = networks.only(chosen), reusable(dataloader)
-    aligned, naive = barriers.get("aligned"), barriers.get("naive", barriers.get("aligned"))
-    matching = statistics = left = None
-    if aligned is not None and naive is not None:
-        corrected = barriers.get("corrected", aligned)
-        between = barriers.get("naive_corrected", corrected if "naive" not in barriers else naive)
-        matching = (naive - aligned + between - corrected) / 2
-        statistics, left = (naive - between + aligned - corrected) / 2, corrected
-    looked = _looked_at(graph, model, given, moved, weights, batches)
-    return Explanation(**looked, barrier=naive, matching=matching, statistics=statistics, left=left)
+    looked = _looked_at(graph, model, networks, moves, shares, reusable(dataloader))
+    if not barriers:
+        return Explanation(**looked)
+    naive, aligned, corrected = (barriers.get(step, barriers["aligned"]) for step in ("naive", "aligned", "corrected"))
+    between = barriers.get("naive_corrected", naive if "naive" in barriers else corrected)
+    return Explanation(
+        **looked,
+        barrier=naive,
+        matching=(naive - aligned + between - corrected) / 2,
+        statistics=(naive - between + aligned - corrected) / 2,
+        left=corrected,
+    )
 
 
 def overall(groups: Mapping[str, Likeness]) -> Likeness:
     """All groups together: each unit counts at each of its places."""
-    means = _means(groups.values(), [one.units * one.places for one in groups.values()])
-    return Likeness(sum(one.units for one in groups.values()), max(one.places for one in groups.values()), *means)
+    every = list(groups.values())
+    mean = _mean(every, [one.units * one.places for one in every])
+    return replace(mean, units=sum(one.units for one in every), places=max(one.places for one in every))
 
 
 def _looked_at(
     graph: SymmetryGraph,
     model: nn.Module,
-    given: Sequence[State],
-    moved: Sequence[State],
+    networks: StateSource,
+    moves: Sequence[Move],
     shares: Sequence[float],
     batches: Iterable[Any],
 ) -> dict[str, Any]:
     """The attributes of a preflight: means over pairs of networks, each by the product of its shares."""
-    pairs = [(i, j, shares[i] * shares[j]) for i, j in itertools.combinations(range(len(shares)), 2)]
-    total = sum(share for *_, share in pairs)
-
-    def distance(networks: Sequence[State]) -> float:
-        squares = (share * weight_distance(graph, networks[i], networks[j]) ** 2 for i, j, share in pairs)
-        return math.sqrt(sum(squares) / total)
-
-    def alike(networks: Sequence[State]) -> dict[str, Likeness]:
-        found = [likeness(graph, model, networks[i], networks[j], batches) for i, j, _ in pairs]
+    every = itertools.combinations([k for k, share in enumerate(shares) if share > 0], 2)
+    pairs = {(i, j): shares[i] * shares[j] for i, j in every}
+    looked: dict[str, Any] = {}
+    for when, alike, states in (("before", "given", networks), ("after", "matched", networks.moved(graph, moves))):
+        squares, found = [], []
+        for i, j in pairs:
+            a, b = states[i], states[j]
+            squares.append(weight_distance(graph, a, b) ** 2)
+            found.append(likeness(graph, model, a, b, batches))
         if not found[0]:
             raise ValueError(
                 f"no layer of {type(model).__name__} shows units that may be permuted: functions read them, no modules "
                 "such as nn.Linear and nn.Conv2d, or there are none (print the graph)"
             )
-        return {
-            name: Likeness(one.units, one.places, *_means([own[name] for own in found], [share for *_, share in pairs]))
-            for name, one in found[0].items()
-        }
-
-    return {
-        "distance_before": distance(given),
-        "distance_after": distance(moved),
-        "given": alike(given),
-        "matched": alike(moved),
-    }
+        weights = list(pairs.values())
+        looked[f"distance_{when}"] = math.sqrt(np.average(squares, weights=weights))
+        looked[alike] = {name: _mean([own[name] for own in found], weights) for name in found[0]}
+    return looked
 
 
-def _means(every: Collection[Likeness], shares: Sequence[float]) -> Iterator[float]:
-    for key in ("matched", "best", "untied"):
-        yield sum(w * getattr(one, key) for w, one in zip(shares, every, strict=True)) / sum(shares)
+def _mean(every: Sequence[Likeness], weights: Sequence[float]) -> Likeness:
+    """The first one with the means of all correlations."""
+    found = np.average([(one.matched, one.best, one.untied) for one in every], axis=0, weights=weights)
+    return Likeness(every[0].units, every[0].places, *found.tolist())

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,15 +47,6 @@ _PIECE = 2**18  # entries that are worked on at a time
 
 class StaleStatisticsWarning(UserWarning):
     """A merged network normalizes by averages of the statistics that its networks had apart."""
-
-
-class Given(NamedTuple):
-    """What was merged."""
-
-    graph: SymmetryGraph
-    networks: StateSource
-    model: nn.Module
-    data: Iterable[Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,7 +85,7 @@ class Merged(Moves, Brief):
     uncertified: str = ""
     ensemble: Scores = field(default_factory=dict)
     over: tuple[Over, ...] = ("permutations",)
-    given: Given | None = field(default=None, compare=False)
+    given: tuple[SymmetryGraph, StateSource, nn.Module, Iterable[Any]] | None = field(default=None, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"given": None}  # the networks are not part of a file
@@ -272,7 +263,7 @@ def merge(
                 stacklevel=5,
             )
         ensemble = kept.get("scores/ensemble", {})
-        seen = Given(graph, networks, model, held if dataloader is None else data)
+        seen = graph, networks, model, held if dataloader is None else data
         return Merged(
             state, shares, moves, counts, correction, members, scores, certificates, uncertified, ensemble, over, seen
         )

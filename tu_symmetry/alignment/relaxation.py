@@ -26,23 +26,18 @@ _LANDINGS = 3  # steps of full length after which the rest is left to a descent
 class RelaxedPair:
     """A pair of networks with a doubly stochastic matrix on each group, at first the barycenter.
 
-    Where products are not kept, matrices and similarities are not either: they are made of the vertices of the path.
+    Matrices, and similarities where products are not kept, are made of the vertices of the path.
     """
 
     def __init__(self, products: PairProducts) -> None:
         self.products, self.plan = products, products.plan
         self.path: list[tuple[float, Sources, Orders]] = []  # the vertices that a point is a mean of, with their shares
         self.rest = 1.0  # the barycenter's
-        self.matrices: dict[str, Tensor] = {}
-        self.similarities: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        if products.kept:
-            self.matrices = {g: self.matrix(g) for g in self.plan.sizes}
-            self.similarities = {g: products.barycenter(g) for g in self.plan.sizes}  # three sums each
+        kept = self.plan.sizes if products.kept else ()
+        self.similarities = {g: products.barycenter(g) for g in kept}  # three sums each
 
     def matrix(self, group: str) -> Tensor:
         """The doubly stochastic matrix of a group."""
-        if group in self.matrices:
-            return self.matrices[group]
         like, units = self.products.like, self.plan.sizes[group]
         made = torch.full((units, units), self.rest / units, dtype=like.dtype, device=like.device)
         for share, sources, _ in self.path:
@@ -109,13 +104,10 @@ class RelaxedPair:
         for picked, mean in zip(terms[::2], terms[1::2], strict=True):
             curvature += picked - mean
         ratio = 1.0 if curvature >= -gap / 2 else -gap / (2 * curvature)
-        if not self.products.kept:
-            held = [(share * (1 - ratio), own, at) for share, own, at in self.path]
-            self.path = [one for one in [*held, (ratio, sources, orders)] if one[0]]
-            self.rest *= 1 - ratio
+        held = [(share * (1 - ratio), own, at) for share, own, at in self.path]
+        self.path = [one for one in [*held, (ratio, sources, orders)] if one[0]]
+        self.rest *= 1 - ratio
         for group in ends:
-            matrix = self.matrices[group].mul_(1 - ratio)
-            matrix[rows[group], there[group]] += ratio
             for mixed, reached in zip(self.similarities[group][1:], ends[group][1:], strict=True):
                 mixed.lerp_(reached, ratio)
         return ratio

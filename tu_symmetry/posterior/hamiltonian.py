@@ -106,8 +106,7 @@ class HamiltonianChain:
         self.transitions = state["transitions"]
         position, gradient = ({n: t.to(device) for n, t in state[part].items()} for part in ("position", "gradient"))
         kernel._cache(position, state["potential"].to(device), gradient)
-        for name, value in state["kernel"].items():
-            setattr(kernel, name, value)
+        vars(kernel).update(state["kernel"])
         if adapter.adapt_step_size:
             vars(adapter._step_size_adapt_scheme).update(state["dual_averaging"])
         adapter.step_size, adapter._current_window = state["step_size"], state["window"]
@@ -133,47 +132,42 @@ class SignedSums:
         return torch.stack([part.sum() / math.sqrt(len(part)) for part in signed.tensor_split(self.count)])
 
 
-def chain_diagnostics(series: Mapping[str, Tensor], *, several: bool = False) -> dict[str, float]:
-    """Effective sample sizes ``ess/name`` and split R-hat (Pyro's) ``rhat/name`` of one chain's series ``(S, ...)``.
+def chain_diagnostics(series: Mapping[str, Tensor]) -> dict[str, float]:
+    """Effective sample sizes ``ess/name``, within chains, and split R-hat ``rhat/name``, over them (ArviZ's).
 
-    With ``several``, series are ``(S, chains, ...)``; sample sizes are within chains then, and R-hat is over them. Of
-    several quantities the worst is taken, and ``ess/name_median``. NaN stands for fewer than four samples, or
-    quantities that never moved.
+    Series are ``(S, chains, ...)``. Of several quantities the worst is taken, and ``ess/name_median``. NaN stands for
+    fewer than four samples (eight for R-hat), or quantities that never moved.
     """
-    with from_extra("sampling", purpose="a chain's diagnostics"):
-        from pyro.ops.stats import split_gelman_rubin
-
     found: dict[str, float] = {}
     for name, values in series.items():
-        values = values.detach().double().cpu()
-        chains = values.reshape(len(values), values.shape[1] if several else 1, -1).transpose(0, 1)
-        moved = chains[..., (chains.std(1) > 0).all(0)] if len(values) > 1 else chains[..., :0]
-        if len(values) < 4 or not moved.shape[-1]:
+        sizes = sample_sizes(values)
+        moved = ~sizes.isnan().any(0)
+        if not moved.any():
             found |= {f"ess/{name}": math.nan, f"rhat/{name}": math.nan}
             continue
-        sizes = estimated_sample_size(moved.transpose(0, 1).flatten(1))
-        found[f"ess/{name}"] = float(sizes.min())
-        if len(sizes) > 1:
-            found[f"ess/{name}_median"] = float(sizes.median())
-        found[f"rhat/{name}"] = float(split_gelman_rubin(moved, chain_dim=0, sample_dim=1).max())
+        found[f"ess/{name}"] = float(sizes[:, moved].min())
+        if sizes[:, moved].numel() > 1:
+            found[f"ess/{name}_median"] = float(sizes[:, moved].median())
+        half = len(values) // 2  # which counts as a chain: ArviZ splits several chains only
+        halves = torch.cat([values[:half], values[-half:]], 1)
+        found[f"rhat/{name}"] = float(_by_arviz("rhat", halves, "identity")[moved].max())
     return found
 
 
-def estimated_sample_size(series: Tensor) -> Tensor:
-    """Effective sample sizes of one chain ``(S, ...)`` by Geyer's initial monotone sequence, at most ``S * log10(S)``.
+def sample_sizes(series: Tensor) -> Tensor:
+    """Effective sample sizes ``(chains, quantities)`` of each chain by itself, from ``(S, chains, ...)``.
 
-    Unlike Pyro's, it makes no table of ``(S / 2)^2`` entries.
+    They are Geyer's, by the initial monotone sequence; NaN for fewer than four samples, or where nothing moves.
     """
-    with from_extra("sampling", purpose="an effective sample size"):
-        from pyro.ops.stats import autocorrelation
+    sizes = _by_arviz("ess", series.flatten(1).unsqueeze(1), "identity")
+    moved = (series != series[:1]).any(0).flatten().cpu()
+    return torch.where(moved, sizes, torch.nan).view(series.shape[1], -1)
 
-    values = series.detach().double().cpu()
-    count = len(values)
-    correlation = autocorrelation(values, dim=0)
-    correlation[:, values.var(0) == 0] = torch.nan  # a quantity that never moves
-    pairs = correlation[: count // 2 * 2].unflatten(0, (count // 2, 2)).sum(1)  # lags 0 and 1, 2 and 3, ...
-    later = pairs[1:].clamp(min=0)
-    monotone = later.cummin(0).values.sum(0) if len(later) else torch.zeros_like(pairs[0])
-    size = count / (2 * pairs[0] + 2 * monotone - 1)
-    limit = count * max(1.0, math.log10(count))
-    return torch.where(size <= 0, limit, size.clamp(max=limit))
+
+def _by_arviz(name: str, series: Tensor, method: str) -> Tensor:
+    """A diagnostic of each quantity ``(quantities)``, from ``(S, chains, ...)``."""
+    with from_extra("sampling", purpose="a chain's diagnostics"):
+        from arviz_stats.base import array_stats
+
+    values = series.detach().double().cpu().reshape(*series.shape[:2], -1).numpy()
+    return torch.as_tensor(getattr(array_stats, name)(values, chain_axis=1, draw_axis=0, method=method), device="cpu")

@@ -10,14 +10,14 @@ the error's variance for each dimension says how large the bias is, and the step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad_and_value, vmap
 
-from tu_symmetry.posterior.hamiltonian import estimated_sample_size
+from tu_symmetry.posterior.hamiltonian import sample_sizes
 from tu_symmetry.posterior.network import BayesianNetwork, States, derived_seed, require_positive
 from tu_symmetry.states import evenly
 
@@ -34,7 +34,7 @@ _MEMORY = 99 / 101  # decay of the step size's averages, which is that of 100 sa
 _TRUST = 1.5  # how far from what is wanted an error may be to count
 _SHORTER = 0.8  # than a step that has diverged
 _LENGTH = 0.4  # of the steps between independent samples
-_WATCHED = 256  # weights by which the third phase measures these
+_WATCHED = 256  # weights that the last two phases look at
 
 
 class Move(NamedTuple):
@@ -66,12 +66,12 @@ class MicrocanonicalChains:
     The random numbers of a step depend on ``seed`` and its number only, so that chains that are restored from
     :meth:`state_dict` equal those that were never interrupted.
 
-    In the first eight tenths of the ``tuning`` steps each chain's step size goes to where the energy error's variance
+    In the first nine tenths of the ``tuning`` steps each chain's step size goes to where the energy error's variance
     for each dimension is that of ``energy_variance``, whose two numbers are those of its start and its end
-    (arXiv 2502.06335). The length is ``sqrt(d)`` at first, then the root of the variances' sum in the next tenth, and
-    at last 0.4 times the way between independent samples in the last one. With batches an energy error is that of the
-    batch a step ends with, and its variance has a part that comes from the noise of the gradients, so that noise makes
-    steps shorter too.
+    (arXiv 2502.06335). The length is ``sqrt(d)`` in the first eight, then the root of the variances' sum in the ninth,
+    and at last 0.4 times the way between independent samples in the last one. With batches an energy error is that of
+    the batch a step ends with, and its variance has a part that comes from the noise of the gradients, so that noise
+    makes steps shorter too.
 
     Args:
         network: the likelihood and the prior.
@@ -126,19 +126,14 @@ class MicrocanonicalChains:
             "weight": zeros,  # of the step size's average
             "average": zeros,
             "longest": zeros + math.inf,
-            "time": zeros,  # of the second phase
-            "mean": torch.zeros_like(position),
-            "square": torch.zeros_like(position),
-            "watched": position.new_zeros(0, count, min(dimension, _WATCHED)),  # of the third phase
+            "watched": position.new_zeros(0, count, min(dimension, _WATCHED)),  # of the second and of the third phase
         }
         self._tune_length = length is None
 
     @property
     def position(self) -> States:
         """The parameters that the chains are at, ``[chains, ...]``."""
-        parts = self._state["position"].split(self._sizes, 1)
-        held = self.network.parameters.items()
-        return {name: part.reshape(-1, *t.shape) for (name, t), part in zip(held, parts, strict=True)}
+        return self._parts(self._state["position"])
 
     @property
     def step_size(self) -> Tensor:
@@ -154,7 +149,7 @@ class MicrocanonicalChains:
         """Make one step of all chains, by the gradients of a batch, or of all data."""
         s = self._state
         x, u, gradient, size = s["position"], s["velocity"], s["gradient"], s["step_size"]
-        before = potential = s["potential"] if batch is None else self._values(x, batch)
+        before = potential = s["potential"] if batch is None else vmap(self._potential(batch))(x).double()
         error = torch.zeros_like(before)
         for kicked, drifted in _SCHEMES[self.integrator]:
             u, gained = kick(u, gradient, kicked * size)
@@ -199,41 +194,31 @@ class MicrocanonicalChains:
             s["longest"] = torch.where(moved, s["longest"], torch.minimum(s["longest"], _SHORTER * size))
             found = torch.where(s["weight"] > 0, (s["average"] / s["weight"]) ** (-1 / power), size)
             s["step_size"] = torch.minimum(found, s["longest"])
-        if not self._tune_length:
+        if not self._tune_length or self.transitions <= first:
             return
-        if first < self.transitions <= second:
-            s["time"] = s["time"] + size * moved
-            share = (size * moved / s["time"].clamp_min(1e-300)).to(s["mean"].dtype)[:, None]
-            s["mean"] = torch.lerp(s["mean"], s["position"], share)
-            s["square"] = torch.lerp(s["square"], s["position"].square(), share)
+        watched = s["position"][:, evenly(dimension, s["watched"].shape[-1])]
+        s["watched"] = torch.cat([s["watched"], watched.unsqueeze(0)])
+        if self.transitions in (second, self.tuning):
+            seen = s["watched"].double()
             if self.transitions == second:
-                spread = (s["square"] - s["mean"].square()).double().sum(1).clamp_min(0).sqrt()
-                s["length"] = torch.where(spread > 0, spread, s["length"])
-        elif self.transitions > second:
-            watched = s["position"][:, evenly(dimension, s["watched"].shape[-1])]
-            s["watched"] = torch.cat([s["watched"], watched.unsqueeze(0)])
-            if self.transitions == self.tuning:
-                apart = len(s["watched"]) / estimated_sample_size(s["watched"])
-                found = _LENGTH * size * apart.nanmean(1).to(size)
-                s["length"] = torch.where(found.isfinite(), found, s["length"])
-                s["watched"] = s["watched"][:0]
+                found = (dimension * seen.var(0, correction=0).mean(1)).sqrt()
+            else:
+                found = _LENGTH * size * (len(seen) / sample_sizes(seen)).nanmean(1).to(size)
+            s["length"] = torch.where(found.isfinite() & (found > 0), found, s["length"])
+            s["watched"] = s["watched"][:0]
 
     def _evaluate(self, x: Tensor, batch: Batch | None) -> tuple[Tensor, Tensor]:
         """Potentials in float64, and their gradients."""
-        with torch.enable_grad():
-            free = x.detach().requires_grad_()
-            values = self._values(free, batch)
-            (gradient,) = torch.autograd.grad(values.sum(), free)
-        return values.detach(), gradient
+        gradient, values = vmap(grad_and_value(self._potential(batch)))(x)
+        return values.double(), gradient
 
-    def _values(self, x: Tensor, batch: Batch | None) -> Tensor:
-        def one(row: Tensor) -> Tensor:
-            held = self.network.parameters.items()
-            parts = {n: part.view(t.shape) for (n, t), part in zip(held, row.split(self._sizes), strict=True)}
-            return self.network.potential(parts, batch)
+    def _potential(self, batch: Batch | None) -> Callable[[Tensor], Tensor]:
+        return lambda row: self.network.potential(self._parts(row), batch)
 
-        values: Tensor = vmap(one)(x)
-        return values.double()
+    def _parts(self, rows: Tensor) -> States:
+        """Parameters ``[..., *shape]`` by name, from ``[..., d]``."""
+        held = zip(self.network.parameters.items(), rows.split(self._sizes, -1), strict=True)
+        return {name: part.reshape(*rows.shape[:-1], *t.shape) for (name, t), part in held}
 
     def _noise(self, like: Tensor, step: int) -> Tensor:
         generator = torch.Generator(like.device).manual_seed(derived_seed(self.seed, 14, step))

@@ -90,13 +90,6 @@ def collect_checkpoints(
     layout = store.layout
     held: dict[int, State] = {}
 
-    def take(number: int, name: str, load: Load) -> None:
-        nonlocal layout
-        state = load()
-        layout = layout or layout_of(state)
-        require_same(layout_of(state), layout, name, "the networks before it", SampleFileError)
-        held[number] = state
-
     def flush() -> None:
         if held:
             store.append(list(held.values()), chain=[number - start for number in held], step=[0] * len(held))
@@ -107,16 +100,17 @@ def collect_checkpoints(
         for number, name, load in _networks(source, files, start, None if count is None else start + count, done):
             if load is None:
                 continue
-            take(number, name, load)
+            state = load()
+            layout = layout or layout_of(state)
+            require_same(layout_of(state), layout, name, "the networks before it", SampleFileError)
+            held[number] = state
             if len(held) == _PER_SHARD:
                 flush()
             done.add(number)
             if progress is not None:
                 progress({"done": len(done), "file": name})
-    except SampleFileError:
+    finally:
         flush()
-        raise
-    flush()
     require_enough(number + 1)
     return store
 

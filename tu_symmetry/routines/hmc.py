@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from tu_symmetry.posterior.hamiltonian import HamiltonianChain, SignedSums, chain_diagnostics
+from tu_symmetry.posterior.hamiltonian import HamiltonianChain, Transition
 from tu_symmetry.posterior.network import BayesianNetwork, States, categorical_nll, require_numbers
 from tu_symmetry.routines.chains import ChainsRoutine
 from tu_symmetry.routines.predictive import Likelihood
 from tu_symmetry.states import evenly
-
-_PROJECTIONS = 16
 
 
 class HMCRoutine(ChainsRoutine):
@@ -47,6 +43,7 @@ class HMCRoutine(ChainsRoutine):
 
     method = "hmc"
     checkpoint_key = "hamiltonian_monte_carlo"
+    needs_all = "a transition takes all data"
 
     def __init__(
         self,
@@ -79,77 +76,27 @@ class HMCRoutine(ChainsRoutine):
             "adapt_step_size": adapt_step_size,
             "seed": seed,
         }
-        self.chain_number, self.matmul_precision = chain, matmul_precision
+        self.options = self.kernel_options | {"burn_in": burn_in, "stored": sorted(self.stored or ())}
+        self.numbers, self.matmul_precision = [chain], matmul_precision
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._project: SignedSums | None = None
+    def _made(self, network: BayesianNetwork) -> HamiltonianChain:
+        return HamiltonianChain(network, **self.kernel_options)
 
-    @property
-    def _numbers(self) -> list[int]:
-        return [self.chain_number]
+    def _positions(self) -> list[States]:
+        return [self.chain.position]
 
-    def _options(self) -> dict[str, Any]:
-        return self.kernel_options | {"burn_in": self.burn_in, "stored": sorted(self.stored or ())}
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Make one transition."""
-        if self.chain is None:
-            self.chain = self._begin(batch)
-        chain = self.chain
-        optimizer: Any = self.optimizers()
-        with _matmul(self.matmul_precision):
-            made = optimizer.step(closure=chain.step)
-        position = chain.position
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(position[name])
-        penalty = float(chain.network.penalty(position))
-        self.log_dict(
-            {
-                "hmc/acceptance": made.acceptance,
-                "hmc/accepted": float(made.accepted),
-                "hmc/potential": made.potential,
-                "hmc/log_likelihood": (penalty - made.potential) / len(chain.network.x),
-                "hmc/step_size": made.step_size,
-            }
-        )
-        self.log("acceptance", made.acceptance, prog_bar=True, logger=False)
-        taken = chain.transitions - self.burn_in
+    def _move(self, batch: None) -> dict[str, float]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        try:
+            made: Transition = self.chain.step()
+        finally:
+            torch.set_float32_matmul_precision(before)
+        taken = self.chain.transitions - self.burn_in
         if taken > 0:
-            self._keep(taken, position, made.potential)
-
-    def diagnostics(self) -> dict[str, float]:
-        """Effective sample sizes and split R-hat of all transitions after the burn-in so far."""
-        series = torch.stack(self._series)
-        return chain_diagnostics({"projections": series[:, :-1], "potential": series[:, -1]})
-
-    def _begin(self, batch: Any) -> HamiltonianChain:
-        x, y = batch
-        batches, size = self._sets(batch)
-        if batches != 1 or len(x) != size:
-            raise ValueError(
-                f"a transition needs the whole training set, but it comes in {batches} batches, and this one has "
-                f"{len(x)} of {size} points: give the data module batch_size: full, and no limit_train_batches"
-            )
-        network = BayesianNetwork(self.model, x, y, self.prior_precision, self.nll, self.device)
-        self._project = SignedSums(network.parameters, _PROJECTIONS, self.seed)
-        return self._continue(HamiltonianChain(network, **self.kernel_options))
-
-    def _keep(self, taken: int, position: States, potential: float) -> None:
-        assert self.chain is not None and self._project is not None
-        projected = self._project(position).double().cpu()
-        self._series.append(torch.cat([projected, torch.tensor([potential], dtype=torch.float64, device="cpu")]))
-        if self._stored is not None and (self.stored is None or taken - 1 in self.stored):
-            state = self.chain.network.complete(position)
-            self._stored.append([state], chain=[self.chain_number], step=[self.chain.transitions])
-
-
-@contextmanager
-def _matmul(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+            potential = torch.tensor([made.potential], dtype=torch.float64, device="cpu")
+            self._keep(potential, store=self.stored is None or taken - 1 in self.stored)
+        self.log("acceptance", made.acceptance, prog_bar=True, logger=False)
+        network = self.chain.network
+        log_likelihood = (float(network.penalty(self.chain.position)) - made.potential) / len(network.x)
+        return made._asdict() | {"accepted": float(made.accepted), "log_likelihood": log_likelihood}

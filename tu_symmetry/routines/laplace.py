@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
 from tu_symmetry._extras import scripting_unsaid
-from tu_symmetry.laplace.likelihood import LinkApprox, check_link_approx
+from tu_symmetry.laplace.likelihood import LikelihoodName, LinkApprox, check_link_approx
 from tu_symmetry.laplace.linearized import LinearizedLaplace
 
 with scripting_unsaid():
@@ -57,17 +57,11 @@ class LaplacePostProcessing(PostProcessing):
     def set_model(self, model: nn.Module) -> None:
         """Refer to the routine's network without registering it."""
         self.__dict__["model"] = model
-        if self.laplace is not None:
-            _require_part(self.laplace, model)
+        _checked(self.laplace, model)
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
         """Predict with this approximation; it has to be of the routine's network, no copy, and of a classification."""
-        if laplace is not None:
-            if laplace.likelihood.name != "classification":
-                raise ValueError(f"this approximation is of a {laplace.likelihood.name}, not of a classification")
-            if self.model is not None:
-                _require_part(laplace, self.model)
-        self.laplace, self.trained = laplace, laplace is not None
+        self.laplace, self.trained = _checked(laplace, self.model, "classification"), laplace is not None
 
     def fit(self, dataloader: DataLoader[Any]) -> None:
         """Do nothing with the validation or test data that the routine passes here."""
@@ -102,16 +96,11 @@ class LaplaceEnsemble(nn.Module):
         self.core_model = core_model
         self.num_samples, self.seed = num_samples, seed
         self.predictive_options: dict[str, Any] = {"num_samples": num_samples, "covariance": "samples", "seed": seed}
-        self.laplace: LinearizedLaplace | None = None
-        self._awaits_fit = False
-        if laplace is not None:
-            self.attach_laplace(laplace)
+        self.laplace, self._awaits_fit = _checked(laplace, core_model), False
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
         """Draw from this approximation, which has to be of ``core_model``; None: be the network until the next one."""
-        if laplace is not None:
-            _require_part(laplace, self.core_model)
-        self.laplace, self._awaits_fit = laplace, laplace is None
+        self.laplace, self._awaits_fit = _checked(laplace, self.core_model), laplace is None
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs ``[num_samples * B, C]``; ``[B, C]`` of the network itself before the fit."""
@@ -153,19 +142,11 @@ class LaplaceRegressionRoutine(RegressionRoutine):
                 "out dist_family and is_ensemble (for samples of functions, RegressionRoutine takes a LaplaceEnsemble)"
             )
         super().__init__(model, output_dim, loss, **options)
-        self.laplace: LinearizedLaplace | None = None
         self.attach_laplace(laplace)
 
     def attach_laplace(self, laplace: LinearizedLaplace | None) -> None:
         """Predict with this approximation; it has to be of the routine's network, no copy, and of a regression."""
-        if laplace is not None:
-            if not laplace.likelihood.noisy:
-                raise ValueError(
-                    f"the Laplace approximation is of a {laplace.likelihood.name}, not of a regression: "
-                    "FitLaplace(likelihood='regression')"
-                )
-            _require_part(laplace, self.model)
-        self.laplace = laplace
+        self.laplace = _checked(laplace, self.model, "regression")
 
     def _init_metrics(self) -> None:
         super()._init_metrics()
@@ -196,9 +177,18 @@ class LaplaceRegressionRoutine(RegressionRoutine):
             self.probabilistic = False
 
 
-def _require_part(laplace: LinearizedLaplace, model: nn.Module) -> None:
-    if all(module is not laplace.model for module in model.modules()):
+def _checked(
+    laplace: LinearizedLaplace | None, model: nn.Module | None, kind: LikelihoodName | None = None
+) -> LinearizedLaplace | None:
+    """An approximation, which has to be of a part of the model and of this kind of likelihood."""
+    if laplace is not None and kind is not None and laplace.likelihood.name != kind:
+        raise ValueError(
+            f"the Laplace approximation is of a {laplace.likelihood.name}, not of a {kind}: "
+            f"FitLaplace(likelihood={kind!r})"
+        )
+    if laplace is not None and model is not None and all(module is not laplace.model for module in model.modules()):
         raise ValueError(
             f"the Laplace approximation is of a {type(laplace.model).__name__} that is no part of this "
             f"{type(model).__name__}, perhaps of a copy; fit it to the network itself"
         )
+    return laplace

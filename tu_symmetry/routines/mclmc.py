@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.func import functional_call, stack_module_state, vmap
+from torch.func import stack_module_state
 
-from tu_symmetry.posterior.hamiltonian import SignedSums, chain_diagnostics
 from tu_symmetry.posterior.microcanonical import Integrator, MicrocanonicalChains, Move
 from tu_symmetry.posterior.network import (
     BayesianNetwork,
@@ -19,12 +17,10 @@ from tu_symmetry.posterior.network import (
     initialized,
     require_positive,
 )
-from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.chains import ChainsRoutine
 from tu_symmetry.routines.predictive import Likelihood
+from tu_symmetry.routines.runs import starts
 from tu_symmetry.states import unstack
-
-_PROJECTIONS = 16
 
 
 class MCLMCRoutine(ChainsRoutine):
@@ -86,9 +82,11 @@ class MCLMCRoutine(ChainsRoutine):
     ) -> None:
         super().__init__(model, nll, prior_precision, seed, samples)
         require_positive(num_chains=num_chains, thinning=thinning, transitions_per_batch=transitions_per_batch)
-        self.num_chains, self.tuning, self.thinning = num_chains, tuning, thinning
+        self.numbers, self.tuning, self.thinning = range(num_chains), tuning, thinning
         self.initial_states = None if initial_states is None else Path(initial_states)
         self.transitions_per_batch = transitions_per_batch
+        several = f"transitions_per_batch is {transitions_per_batch}, and noise that stays the same is a bias"
+        self.needs_all = several if transitions_per_batch > 1 else ""
         self.chain_options: dict[str, Any] = {
             "step_size": step_size,
             "length": length,
@@ -97,89 +95,32 @@ class MCLMCRoutine(ChainsRoutine):
             "integrator": integrator,
             "seed": seed,
         }
+        self.options = self.chain_options | {"thinning": thinning, "initial_states": self.initial_states}
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._project: SignedSums | None = None
+    def _made(self, network: BayesianNetwork) -> MicrocanonicalChains:
+        if self.initial_states is None:
+            fresh = [initialized(self.model, derived_seed(self.seed, 1, k)) for k in self.numbers]
+            held = stack_module_state(fresh)[0]
+        else:
+            held = starts(self.initial_states, self.model.state_dict(), num_chains=len(self.numbers))
+        begin = {name: held[name].to(p) for name, p in self.model.named_parameters()}
+        return MicrocanonicalChains(network, begin, **self.chain_options)
 
-    @property
-    def _numbers(self) -> list[int]:
-        return list(range(self.num_chains))
+    def _positions(self) -> list[States]:
+        return unstack(self.chain.position)
 
-    def _options(self) -> dict[str, Any]:
-        return self.chain_options | {"thinning": self.thinning, "initial_states": self.initial_states}
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Make the transitions of one batch."""
-        x, y = batch
-        batches, size = self._sets(batch)
-        whole = batches == 1 and len(x) == size
-        if not whole and self.transitions_per_batch > 1:
-            raise ValueError(
-                f"transitions_per_batch is {self.transitions_per_batch}, but this batch has {len(x)} of {size} points, "
-                "and noise that stays the same is a bias: take 1, or give the data module batch_size: full"
-            )
-        if self.chain is None:
-            network = BayesianNetwork(self.model, x, y, self.prior_precision, self.nll, self.device, points=size)
-            self._project = SignedSums(network.parameters, _PROJECTIONS, self.seed)
-            self.chain = self._continue(MicrocanonicalChains(network, self._starts(), **self.chain_options))
-        optimizer: Any = self.optimizers()
-        made: Move = optimizer.step(closure=lambda: self._move(None if whole else (x, y)))
+    def _move(self, batch: tuple[Tensor, Tensor] | None) -> dict[str, Tensor]:
         chain = self.chain
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(chain.position[name][0])
-        dimension = sum(p.numel() for p in self.model.parameters())
+        for _ in range(self.transitions_per_batch):
+            made: Move = chain.step(batch)
+            past = chain.transitions - self.tuning
+            if past > 0 and past % self.thinning == 0:
+                self._keep(made.potential)
         found = {
             "potential": made.potential,
-            "energy_variance": made.energy_error.square() / dimension,
+            "energy_variance": made.energy_error.square() / sum(p.numel() for p in self.model.parameters()),
             "step_size": chain.step_size,
             "length": chain.length,
             "diverged": (~made.moved).double(),
         }
-        self.log_dict({f"mclmc/{name}": value.mean() for name, value in found.items()})
-
-    def diagnostics(self) -> dict[str, float]:
-        """Effective sample sizes within chains, and split R-hat over all of them, of the samples so far."""
-        series = torch.stack(self._series)
-        return chain_diagnostics({"projections": series[..., :-1], "potential": series[..., -1]}, several=True)
-
-    def _move(self, batch: tuple[Tensor, Tensor] | None) -> Move:
-        for _ in range(self.transitions_per_batch):
-            made: Move = self.chain.step(batch)
-            past = self.chain.transitions - self.tuning
-            if past > 0 and past % self.thinning == 0:
-                self._keep(made.potential)
-        return made
-
-    def _keep(self, potential: Tensor) -> None:
-        assert self._project is not None
-        states = unstack(self.chain.position)
-        projected = torch.stack([self._project(state) for state in states])
-        self._series.append(torch.cat([projected.double(), potential[:, None]], 1).cpu())
-        if self._stored is not None:
-            whole = [self.chain.network.complete(state) for state in states]
-            steps = [self.chain.transitions] * self.num_chains
-            self._stored.append(whole, chain=self._numbers, step=steps)
-
-    def _starts(self) -> States:
-        if self.initial_states is None:
-            fresh = [initialized(self.model, derived_seed(self.seed, 1, k)) for k in self._numbers]
-            return dict(stack_module_state(fresh)[0])
-        store = SampleStore.open(self.initial_states, like=self.model.state_dict())
-        if len(store) != self.num_chains:
-            raise ValueError(
-                f"initial_states {self.initial_states} holds {len(store)} states, but num_chains is {self.num_chains}"
-            )
-        held = store.load()
-        return {name: held[name].to(p) for name, p in self.model.named_parameters()}
-
-    def _position_outputs(self, x: Tensor) -> Tensor:
-        if self.chain is None:
-            return super()._position_outputs(x)
-
-        def one(state: States) -> Tensor:
-            return functional_call(self.model, state, (x,))
-
-        outputs: Tensor = vmap(one)(self.chain.position)
-        return outputs
+        return {name: value.mean() for name, value in found.items()}

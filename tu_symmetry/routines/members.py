@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from tu_symmetry.posterior.network import States, categorical_nll, derived_seed, initialized, require_positive
-from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.routines.predictive import Likelihood, PredictiveRoutine, optimizer_config, training_points
-from tu_symmetry.routines.runs import is_over, require_free, store_at_end
+from tu_symmetry.routines.runs import is_over, require_free, starts, store_at_end
 from tu_symmetry.routines.shares import MembersStrategy, joined, share_sizes
 from tu_symmetry.states import unstack
 
@@ -127,7 +126,13 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
         Lightning loads a checkpoint after this.
         """
-        self._put_initial_states(stage)
+        if self.initial_states is not None and not self._started and stage == "fit":
+            own = self.members.state_dict()
+            like = {name: t[0] for name, t in own.items()}
+            with torch.no_grad():
+                for name, t in starts(self.initial_states, like, num_members=self.num_members).items():
+                    own[name].copy_(t)
+            self._started = True
         strategy = getattr(self._trainer, "strategy", None)
         if not isinstance(strategy, MembersStrategy) or strategy.world_size == 1:
             return
@@ -153,20 +158,6 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
     def _whole(self, t: Tensor) -> Tensor:
         """All members' rows of a tensor of which this process has its own members'."""
         return joined(t, self._sizes, self.trainer.strategy.root_device) if self._sizes else t
-
-    def _put_initial_states(self, stage: str) -> None:
-        if self.initial_states is None or self._started or stage != "fit":
-            return
-        own = self.members.state_dict()
-        store = SampleStore.open(self.initial_states, like={name: t[0] for name, t in own.items()})
-        if len(store) != self.num_members:
-            raise ValueError(
-                f"initial_states {self.initial_states} holds {len(store)} states, but num_members is {self.num_members}"
-            )
-        with torch.no_grad():
-            for name, t in store.load().items():
-                own[name].copy_(t)
-        self._started = True
 
     def on_fit_start(self) -> None:
         """Check the folder before the first step."""

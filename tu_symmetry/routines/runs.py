@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tu_symmetry.files import digest_of, new_folder, remove_folder
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.states import State
 
 
 class StoredRun:
@@ -103,6 +104,15 @@ def store_at_end(folder: Path, states: Any, *, after: int, chain: Any, step: Seq
     with new_folder(folder) as made:
         SampleStore.create(made, **metadata, after=after).append(states, chain=chain, step=step)
         remove_folder(folder)
+
+
+def starts(folder: Path, like: Mapping[str, Tensor], **wanted: int) -> State:
+    """The states of a store to start from, as a stack; as many as an argument, given by its name, says."""
+    store = SampleStore.open(folder, like=like)
+    for name, count in wanted.items():
+        if len(store) != count:
+            raise ValueError(f"initial_states {folder} holds {len(store)} states, but {name} is {count}")
+    return store.load()
 
 
 def require_free(folder: Path, resumed: bool) -> None:

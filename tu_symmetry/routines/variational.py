@@ -73,7 +73,6 @@ class VariationalRoutine(PredictiveRoutine):
         self._noise_state: Tensor | None = None
         self._sums: Tensor | None = None
         self._points = self._seen = 0
-        self._evaluated: list[States] | None = None
 
     def mean(self) -> States:
         """Means, by parameter."""
@@ -153,20 +152,10 @@ class VariationalRoutine(PredictiveRoutine):
         if self.posterior_file is not None and self.trainer.is_global_zero:
             self.posterior().save(self.posterior_file)
 
-    def on_test_start(self) -> None:
-        """Draw the networks that are measured."""
-        self._evaluated = self._drawn()
-
-    on_validation_start = on_predict_start = on_test_start
-
     def member_outputs(self, x: Tensor) -> Tensor:
         """Outputs ``(draws, B, ...)``."""
         self.model.eval()
-        draws = self._drawn() if self._evaluated is None else self._evaluated
-        return torch.stack([functional_call(self.model, draw, (x,)) for draw in draws])
-
-    @torch.no_grad()
-    def _drawn(self) -> list[States]:
         generator = torch.Generator(self.device).manual_seed(derived_seed(self.seed, 6, 0))
         mean, std = self.mean(), self.std()
-        return [gaussian_draw(mean, std, generator) for _ in range(_TESTED)]
+        draws = (gaussian_draw(mean, std, generator) for _ in range(_TESTED))
+        return torch.stack([functional_call(self.model, draw, (x,)) for draw in draws])

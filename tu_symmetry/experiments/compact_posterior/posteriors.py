@@ -25,12 +25,13 @@ from tu_symmetry.posterior.assessment import predictive_scores
 from tu_symmetry.posterior.compact import CompactPosterior, sample_low_rank
 from tu_symmetry.posterior.compact import prune as masked
 from tu_symmetry.posterior.samples import SampleStore
-from tu_symmetry.states import evenly, stack_states, unstack
+from tu_symmetry.states import State, evenly, stack_states, unstack
 from tu_symmetry.symmetry.action import apply_permutation, permute_tensors
 from tu_symmetry.symmetry.elements import Permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome
 
+Draw = Callable[..., State]
 COLUMNS = ("hmc/q_d", "hmc/q_r", "ensemble/q_d", "ensemble/q_r", "vi/q")
 
 
@@ -95,31 +96,30 @@ def compare(
     """
     study = PosteriorStudy(model, data, device, seed)
     sources = ("hmc", "ensemble") if hmc else ("ensemble",)
-    sampled = {source: study.samples(getattr(runs, source)) for source in sources}
-    members = {source: unstack(states)[0] for source, states in sampled.items()}
-    predictives = {f"{source}/sample": [study.predictive(states)] for source, states in sampled.items()}
-    predictives |= {f"{source}/member": [study.predictive(stack_states([one]))] for source, one in members.items()}
-    columns = [column for column in COLUMNS if hmc or not column.startswith("hmc")]
-    posteriors = {column: study.posterior(runs.posterior(column)) for column in columns}
+    posteriors = {c: study.posterior(runs.posterior(c)) for c in COLUMNS if c.startswith((*sources, "vi"))}
     mean_accuracy = {column: study.accuracy_of(q.mean) for column, q in posteriors.items()}
-    posteriors |= {f"{source}/noise": posteriors[f"{source}/q_r"].isotropic(one) for source, one in members.items()}
-    draws: dict[str, Callable[..., dict[str, Tensor]]] = {column: q.sample for column, q in posteriors.items()}
-    networks = {column: 1 for column in (*predictives, *draws) if column.endswith(("/member", "/noise"))}
-    for source, states in sampled.items():
-        every, count = unstack(states), posteriors[f"{source}/q_r"].metadata["networks"]
+    # what is stored, in networks, and the networks or what draws them; of a Gaussian a mean and standard deviations
+    rivals: dict[str, tuple[int, State | Draw]] = {column: (2, q.sample) for column, q in posteriors.items()}
+    how: dict[str, Any] = {"match_on": "activations", "model": study.model, "dataloader": study.train}
+    for source in sources:
+        run, q_r = getattr(runs, source), posteriors[f"{source}/q_r"]
+        states = study.samples(run)
+        every, count = unstack(states), q_r.metadata["networks"]
+        rivals[f"{source}/sample"] = len(every), states
+        rivals[f"{source}/member"] = 1, stack_states(every[:1])
+        rivals[f"{source}/noise"] = 1, q_r.isotropic(every[0]).sample
         fitted = [every[i] for i in evenly(len(every), count)]
-        how: dict[str, Any] = {"match_on": "activations", "model": study.model, "dataloader": study.train}
-        directions = min(rank, count - 1)
+        stored = 1 + min(rank, count - 1)  # the mean and directions
         for kind, used in (("q_d", fitted), ("q_r", align(study.graph, fitted, certify=False, **how).states)):
-            draws[f"{source}/{kind}, low rank"] = partial(sample_low_rank, used, study.graph, rank=directions)
-            networks[f"{source}/{kind}, low rank"] = 1 + directions  # and the mean
-        networks[f"{source}/sample"] = len(every)
-        if 1 + directions < len(every):
-            networks[f"{source}/as_many"] = 1 + directions
-            predictives[f"{source}/as_many"] = [study.predictive(study.samples(getattr(runs, source), 1 + directions))]
-    for column, draw in tracked("predicting", list(draws.items()), lambda job: job[0]):
+            draw = partial(sample_low_rank, used, study.graph, rank=stored - 1)
+            rivals[f"{source}/{kind}, low rank"] = stored, draw
+        if stored < len(every):
+            rivals[f"{source}/as_many"] = stored, study.samples(run, stored)
+    predictives: dict[str, list[Tensor]] = {}
+    for column, (_, made) in tracked("predicting", list(rivals.items()), lambda job: job[0]):
         generator = study.generator(column)
-        predictives[column] = [study.predictive(draw(num_samples, generator=generator)) for _ in range(repeats)]
+        sets = (made(num_samples, generator=generator) for _ in range(repeats)) if callable(made) else [made]
+        predictives[column] = [study.predictive(states) for states in sets]
     (reference,) = predictives[f"{sources[0]}/sample"]
     judged = {c: [predictive_scores(p, reference, study.test.y) for p in ps] for c, ps in predictives.items()}
     rows: dict[str, dict[str, float]] = {"mean_accuracy": mean_accuracy}
@@ -128,11 +128,10 @@ def compare(
         values = {column: [one[name] for one in found] for column, found in judged.items()}
         rows[name] = {column: fmean(v) for column, v in values.items()}
         spread[name] = {column: stdev(v) for column, v in values.items() if len(v) > 1}
-    rows["storage"] = {column: networks.get(column, 2) for column in judged}  # a mean and standard deviations: two
+    rows["storage"] = {column: stored for column, (stored, _) in rivals.items()}
     gains = (
-        f"{title} {rows['accuracy'][f'{source}/q_d']:.3f} → {rows['accuracy'][f'{source}/q_r']:.3f}"
-        for title, source in (("HMC", "hmc"), ("ensemble", "ensemble"))
-        if source in sources
+        f"{source} {rows['accuracy'][f'{source}/q_d']:.3f} → {rows['accuracy'][f'{source}/q_r']:.3f}"
+        for source in sources
     )
     return Outcome(
         {"rows": rows, "spread": spread, "draws": [repeats, num_samples]}, f"accuracy of q_d → q_r: {', '.join(gains)}"
@@ -165,9 +164,9 @@ def prune(
     generator = study.generator("control")
     order = {
         n: torch.rand(t.shape, generator=generator, dtype=torch.float64, device="cpu").to(t.device)
-        for n, t in center.items()
+        for n, t in q["ensemble"].std.items()
     }
-    ascending = torch.cat([t.flatten() for t in order.values()]).sort().values
+    control = CompactPosterior(center, order)
     draws = {name: one.sample(num_samples, generator=study.generator(name)) for name, one in q.items()}
     curves: dict[str, list[float]] = {}
     for share in tracked("pruning", keep):
@@ -177,8 +176,7 @@ def prune(
             found[f"{name} samples, own σ"] = accuracy(study.predictive(masked(draws[name], mask)), study.test.y)
             found[f"{name} mean, own σ"] = study.accuracy_of(masked(posterior.mean, mask))
         foreign = {f"{m}'s σ": permute_tensors(study.graph, p, q[m].pruning_mask(share)) for m, p in moves.items()}
-        threshold = ascending[max(round(share * len(ascending)), 1) - 1]
-        foreign["random order"] = {name: t <= threshold for name, t in order.items()}
+        foreign["random order"] = control.pruning_mask(share)
         for label, mask in foreign.items():
             found[f"ensemble mean, {label}"] = study.accuracy_of(masked(center, mask))
             found[f"single networks, {label}"] = fmean([study.accuracy_of(masked(m, mask)) for m in aligned])

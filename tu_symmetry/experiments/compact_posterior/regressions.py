@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vmap
+from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from tu_symmetry.datamodules import UCIDataModule
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import digest_folder, read_json
+from tu_symmetry.laplace.tangent import TangentModel, jacobians
 from tu_symmetry.metrics.functional.convergence import convergence
 from tu_symmetry.posterior.compact import CompactPosterior, sample_low_rank
-from tu_symmetry.posterior.network import derived_seed, gaussian_nll
+from tu_symmetry.posterior.network import BayesianNetwork, derived_seed, gaussian_nll
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
-from tu_symmetry.reporting.grid import Grid
+from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.states import State
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.tables.commands import MARKS
@@ -48,94 +50,67 @@ def compare_regressions(
 ) -> Outcome:
     """NLL, storage and seconds of a Bayesian deep ensemble, of Gaussians fitted to it, and of rivals, on each split.
 
-    ``ensembles`` and ``chains`` are folders of sample stores, of the splits 0, 1, ... in turn: optima, and the chains
-    that start there. The linearized Laplace approximation is that of the same posterior at its first optimum, with the
-    whole generalized Gauss-Newton matrix. Each split is kept in the ``parts`` of ``out``.
+    ``ensembles`` and ``chains`` are stores of commands of this table, of the splits 0, 1, ... in turn: optima, and the
+    chains that start there. The linearized Laplace approximation is that of the same posterior at its first optimum,
+    with the whole generalized Gauss-Newton matrix. Each split is kept in the ``parts`` of ``out``.
     """
     folders = [digest_folder(folder) for folder in (*ensembles, *chains)]
     options = [data.dataset, data.train_size, num_samples, rank, prior_precision, seed]
     parts = Parts(out / "parts", [*folders, *options, digest_tensors(data.test.x, data.train.x)])
-    splits = []
-    for k in tracked(data.dataset, range(len(chains))):
-        own = UCIDataModule(data.dataset, data.root, split=k, train_size=data.train_size)
-        make = (model, own, ensembles[k], chains[k], num_samples, rank, prior_precision, seed)
-        splits.append(parts.take(f"split-{k}", _split, *make))
-    shown = {name: fmean(s["rows"][name]["nll"] for s in splits) for name in splits[0]["rows"]}
-    return Outcome({"splits": splits}, ", ".join(f"{name} {value:.3f}" for name, value in shown.items()))
-
-
-def _split(
-    model: nn.Module,
-    data: UCIDataModule,
-    ensemble: Path,
-    chains: Path,
-    num_samples: int,
-    rank: int,
-    prior_precision: float,
-    seed: int,
-) -> dict[str, Any]:
-    model = model.eval()
-    graph = discover_symmetries(model, data.train.x[:2])
-    optima, store = SampleStore.open(ensemble).load(), SampleStore.open(chains)
-    count, weights = len(set(store.chains)), sum(p.numel() for p in model.parameters())
-    draws = {n: t.unflatten(0, (-1, count)).transpose(0, 1) for n, t in store.load().items()}  # [chains, draws, ...]
-    every = {n: t.flatten(0, 1) for n, t in draws.items()}
-    total, rows = len(store), dict[str, dict[str, float | None]]()
-
-    def judge(name: str, make: Callable[[], Tensor], networks: float, before: float | None = 0.0) -> None:
-        began = time.perf_counter()
-        outputs = make()
-        spent = time.perf_counter() - began
-        rows[name] = predictive(outputs, data.test.y) | {"storage": networks * weights}
-        rows[name]["seconds"] = None if before is None else before + spent
-
-    def of(states: Mapping[str, Tensor]) -> Tensor:
-        with torch.no_grad():
-            return vmap(lambda s: functional_call(model, s, (data.test.x,)))(dict(states))
+    graph, weights = discover_symmetries(model.eval(), data.train.x[:2]), sum(p.numel() for p in model.parameters())
 
     def generator(stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(derived_seed(seed, 15, stream))
 
-    trained, sampled = _seconds(ensemble.parent), _seconds(chains.parent)
-    whole = None if trained is None or sampled is None else trained + sampled
-    judge("one network", lambda: of({n: t[:1] for n, t in optima.items()}), 1, trained and trained / count)
-    judge("deep ensemble", lambda: of(optima), count, trained)
-    judge("Bayesian deep ensemble", lambda: of(every), total, whole)
-    judge("one of its chains", lambda: of({n: t[0] for n, t in draws.items()}), total / count, whole)
-    began = time.perf_counter()
-    found = convergence(graph, draws, model=model, inputs=data.test.x[:_INPUTS])
-    aligned = {n: t.flatten(0, 1) for n, t in found.removed.items()}
-    after = None if whole is None else whole + time.perf_counter() - began
-    fits = {
-        "q of one chain": ({n: t[0] for n, t in draws.items()}, whole),
-        "q_d": (every, whole),
-        "q_r": (aligned, after),
-    }
-    sigma = {}
-    for k, (name, (states, spent)) in enumerate(fits.items()):
-        q = CompactPosterior.from_states(states, graph, align=False)
-        sigma[name] = q.rms()
-        drawn = q.sample(num_samples, generator=generator(k))
-        low = sample_low_rank(states, graph, num_samples, rank=rank, generator=generator(10 + k))
-        mean = {n: t[None] for n, t in q.mean.items()}
-        for part, stack, networks in (
-            (name, drawn, 2),
-            (f"mean of {name}", mean, 1),
-            (f"{name}, rank {rank}", low, 1 + rank),
-        ):
-            judge(part, partial(of, stack), networks, spent)
-    first = {n: t[0] for n, t in optima.items()}
-    optimum: dict[str, float] = {}
-    judge(
-        LAPLACE,
-        lambda: linearized_outputs(model, first, data, prior_precision, num_samples, generator(20), optimum),
-        1 + (weights + 1) / 2,
-        trained and trained / count,
-    )
-    return {"rows": rows, "spaces": found.spaces, "sigma": sigma, "optimum": optimum, "weights": weights}
+    def split(k: int) -> dict[str, Any]:
+        own = UCIDataModule(data.dataset, data.root, split=k, train_size=data.train_size)
+        optima, store = SampleStore.open(ensembles[k]).load(), SampleStore.open(chains[k])
+        count = len(set(store.chains))
+        held = store.load()  # at each step, all chains; draws are [chains, draws, ...]
+        draws = {n: t.unflatten(0, (-1, count)).transpose(0, 1) for n, t in held.items()}
+        rows: dict[str, dict[str, float]] = {}
+
+        def judge(name: str, make: Callable[[], Tensor], networks: float, before: float) -> None:
+            began = time.perf_counter()
+            outputs = make()
+            seconds = before + time.perf_counter() - began
+            rows[name] = predictive(outputs, own.test.y) | {"storage": networks * weights, "seconds": seconds}
+
+        def of(states: State) -> Tensor:
+            with torch.no_grad():
+                return vmap(lambda s: functional_call(model, s, (own.test.x,)))(states)
+
+        trained = _seconds(ensembles[k])
+        whole, alone = trained + _seconds(chains[k]), trained / count
+        chain, every = ({n: t[0] for n, t in draws.items()}, {n: t.flatten(0, 1) for n, t in draws.items()})
+        judge("one network", lambda: of({n: t[:1] for n, t in optima.items()}), 1, alone)
+        judge("deep ensemble", lambda: of(optima), count, trained)
+        judge("Bayesian deep ensemble", lambda: of(every), len(store), whole)
+        judge("one of its chains", lambda: of(chain), len(store) / count, whole)
+        began = time.perf_counter()
+        found = convergence(graph, draws, model=model, inputs=own.test.x[:_INPUTS])
+        aligned = {n: t.flatten(0, 1) for n, t in found.removed.items()}
+        after, sigma = whole + time.perf_counter() - began, {}
+        fits = {"q of one chain": (chain, whole), "q_d": (every, whole), "q_r": (aligned, after)}
+        for stream, (name, (states, spent)) in enumerate(fits.items()):
+            q = CompactPosterior.from_states(states, graph, align=False)
+            sigma[name] = q.rms()
+            drawn = q.sample(num_samples, generator=generator(stream))
+            low = sample_low_rank(states, graph, num_samples, rank=rank, generator=generator(10 + stream))
+            judge(name, partial(of, drawn), 2, spent)
+            judge(f"mean of {name}", partial(of, {n: t[None] for n, t in q.mean.items()}), 1, spent)
+            judge(f"{name}, rank {rank}", partial(of, low), 1 + rank, spent)
+        first, optimum = {n: t[0] for n, t in optima.items()}, dict[str, float]()
+        laplace = partial(linearized_outputs, model, first, own, prior_precision, num_samples, generator(20), optimum)
+        judge(LAPLACE, laplace, 1 + (weights + 1) / 2, alone)
+        return {"rows": rows, "spaces": found.spaces, "sigma": sigma, "optimum": optimum, "weights": weights}
+
+    splits = [parts.take(f"split-{k}", split, k) for k in tracked(data.dataset, range(len(chains)))]
+    shown = {name: fmean(s["rows"][name]["nll"] for s in splits) for name in splits[0]["rows"]}
+    return Outcome({"splits": splits}, ", ".join(f"{name} {value:.3f}" for name, value in shown.items()))
 
 
-def predictive(outputs: Tensor, y: Tensor) -> dict[str, float | None]:
+def predictive(outputs: Tensor, y: Tensor) -> dict[str, float]:
     """Scores of mixtures of Gaussians whose means and deviations are outputs ``[networks, rows, 2]``.
 
     ``nll`` is that of the mixture, ``matched`` that of the Gaussian with its mean and variance, ``rmse`` the mean's.
@@ -164,48 +139,40 @@ def linearized_outputs(
     The optimum is the given state, brought on by L-BFGS; ``optimum`` gets the potential (nats) before and after, and
     the gradient's norm.
     """
-    names, shapes = zip(*((n, p.shape) for n, p in model.named_parameters()), strict=True)
-    sizes = [shape.numel() for shape in shapes]
-    train, test = (tuple(t.double() for t in (part.x, part.y)) for part in (data.train, data.test))
-
-    def outputs(w: Tensor, x: Tensor) -> Tensor:
-        parts = zip(names, w.split(sizes), shapes, strict=True)
-        found: Tensor = functional_call(model, {n: t.view(shape) for n, t, shape in parts}, (x,))
-        return found
-
-    w = torch.cat([state[n].flatten() for n in names]).double().requires_grad_()
-    search = torch.optim.LBFGS([w], max_iter=3000, line_search_fn="strong_wolfe", tolerance_change=1e-12)
+    given = copy.deepcopy(model).double()
+    given.load_state_dict(state)
+    x, y, points = (t.double() for t in (data.train.x, data.train.y, data.test.x))
+    network = BayesianNetwork(given, x, y, prior_precision, gaussian_nll, "cpu")
+    parameters: State = dict(network.module.named_parameters())
+    search = torch.optim.LBFGS(
+        parameters.values(), max_iter=3000, line_search_fn="strong_wolfe", tolerance_change=1e-12
+    )
 
     def loss() -> Tensor:
         search.zero_grad()
-        value = gaussian_nll(outputs(w, train[0]), train[1]) + prior_precision / 2 * w.square().sum()
+        value = network.potential(parameters)
         value.backward()
         return value
 
     optimum["before"] = search.step(loss).item()
-    optimum |= {"after": loss().item(), "gradient": float(w.grad.norm())}  # type: ignore[union-attr]
-    w = w.detach()
-
-    def tangent(x: Tensor) -> tuple[Tensor, Tensor]:
-        rows = [vmap(jacrev(lambda v, one: outputs(v, one[None])[0]), (None, 0))(w, part) for part in x.split(500)]
-        return outputs(w, x), torch.cat(rows)
-
-    out, jacobian = tangent(train[0])
+    optimum["after"] = loss().item()
+    optimum["gradient"] = float(torch.cat([p.grad.flatten() for p in parameters.values()]).norm())  # type: ignore[union-attr]
+    tangent = TangentModel(network.module, list(parameters))
+    out = tangent.outputs(x)
     deviation = F.softplus(out[:, 1]) + 1e-6
     fisher = torch.stack([deviation**-2, 2 * (out[:, 1].sigmoid() / deviation) ** 2], 1)
+    jacobian = torch.cat([jacobians(tangent, part, out.shape[1:]) for part in x.split(500)])
     scaled = (jacobian * fisher.sqrt()[..., None]).flatten(0, 1)
-    precision = scaled.T @ scaled + prior_precision * torch.eye(len(w), dtype=w.dtype, device=w.device)
-    root = torch.linalg.cholesky(precision)
-    noise = torch.randn(len(w), num_samples, generator=generator, dtype=w.dtype, device="cpu")
-    away = torch.linalg.solve_triangular(root.T, noise, upper=True)
-    mean, slope = tangent(test[0])
-    return mean + torch.einsum("rop,ps->sro", slope, away)
+    precision = scaled.T @ scaled + prior_precision * torch.eye(tangent.size, dtype=x.dtype, device="cpu")
+    noise = torch.randn(tangent.size, num_samples, generator=generator, dtype=x.dtype, device="cpu")
+    away = torch.linalg.solve_triangular(torch.linalg.cholesky(precision).T, noise, upper=True)
+    return tangent.outputs(points) + tangent.jvps(points, away.T)
 
 
-def _seconds(run: Path) -> float | None:
-    """How long a command of a table took; None where it was not run by one."""
-    mark = run.parent / MARKS / f"{run.name}.json"
-    return float(read_json(mark)[0]["seconds"]) if mark.is_file() else None
+def _seconds(samples: Path) -> float:
+    """How long the command of a table took that wrote a store."""
+    run = samples.parent
+    return float(read_json(run.parent / MARKS / f"{run.name}.json")[0]["seconds"])
 
 
 def report_regressions(out: Path, recipe: str, found: dict[str, Path]) -> Outcome:
@@ -221,32 +188,24 @@ def score_table(found: Found, title: str, paper: Mapping[str, Mapping[str, float
     """Mean and standard deviation over splits of each row; second lines are the paper's."""
     splits = found["splits"]
     lost = sum(split["optimum"]["gradient"] > _GRADIENT for split in splits)
-    rows = {
-        name + (" †" if lost and name == LAPLACE else ""): (name, [split["rows"][name] for split in splits])
-        for name in splits[0]["rows"]
-    }
+    rows = {name + (" †" if lost and name == LAPLACE else ""): name for name in splits[0]["rows"]}
 
-    def spread(key: str, digits: int = 3) -> Callable[[Any], str]:
-        def show(row: Any) -> str:
-            values, theirs = [one[key] for one in row[1]], paper.get(key, {}).get(f"{title}/{row[0]}")
-            if any(v is None for v in values):
-                return "–"
-            ours = f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
-            return ours if theirs is None else f"{ours}\n{theirs:.{digits}f}"
+    def spread(key: str, form: str = ".3f") -> Callable[[str], str]:
+        def show(row: str) -> str:
+            values, theirs = [split["rows"][row][key] for split in splits], paper.get(key, {}).get(f"{title}/{row}")
+            ours = "–" if None in values else measured(values, form, error=False)
+            return ours if theirs is None else f"{ours}\n{theirs:{form}}"
 
         return show
 
-    columns: dict[str, Callable[[Any], str]] = {
+    columns: dict[str, Callable[[str], str]] = {
         "NLL": spread("nll"),
         "NLL, moments\npublished": spread("matched"),
         "RMSE\npublished": spread("rmse"),
-        "numbers stored": lambda row: f"{row[1][0]['storage']:,.0f}",
-        "seconds": spread("seconds", 0),
+        "numbers stored": lambda row: f"{splits[0]['rows'][row]['storage']:,.0f}",
+        "seconds": spread("seconds", ".0f"),
     }
-    caption = (
-        f"mean ± standard deviation over {len(splits)} splits; targets are standardized, NLL of one in nats, of the "
-        "mixture and of the Gaussian with its moments; seconds: of all that is needed, on one core"
-    )
+    caption = f"mean ± standard deviation over {len(splits)} splits"
     if lost:
         caption += f"; † the optimum it is made at had not converged in {lost} of them, so that it is no result"
     return table(title, rows, columns, caption, "posterior")
@@ -281,13 +240,13 @@ def draw_storage(path: Path, sets: Mapping[str, Found]) -> None:
             if any(split["optimum"]["gradient"] > _GRADIENT for split in found["splits"]):
                 names.remove(LAPLACE)
             for k, name in enumerate(names):
-                own = [split["rows"][name] for split in found["splits"]]
-                values = [one["nll"] for one in own]
+                values = [split["rows"][name]["nll"] for split in found["splits"]]
                 spread = stdev(values) if len(values) > 1 else 0.0
+                stored = found["splits"][0]["rows"][name]["storage"]
                 color = next(c for start, c in colors.items() if name.startswith(start))
                 marker = "os^Dv"[k % 5] if color == plots.GREEN else "X" if "rank" in name else "P"
                 style = {"marker": marker, "color": color, "label": name, "markersize": 6}
-                ax.errorbar(own[0]["storage"], fmean(values), spread, linestyle="none", capsize=2, **style)
+                ax.errorbar(stored, fmean(values), spread, linestyle="none", capsize=2, **style)
             ax.axhline(math.log(2 * math.pi * math.e) / 2, color="black", linewidth=0.8, linestyle=":", label="N(0, 1)")
             ax.set(title=title, xlabel="numbers stored", xscale="log")
         axes[0].set_ylabel("NLL of a test target (nats)")

@@ -99,23 +99,17 @@ def rival_table(found: Found) -> Grid:
 
 def alignment_table(runs: Runs, paths: Found) -> Grid:
     """Transpositions, standard deviations and barriers of each alignment."""
-    rows = {}
+    rows = []
     for source, label in SOURCES.items():
         q_d, q_r = (CompactPosterior.load(runs.posterior(f"{source}/{q}")) for q in ("q_d", "q_r"))
         _, *moved = q_r.metadata["transpositions"]  # the first is the reference
-        sigmas = [q.rms() for q in (q_d, q_r)]
-        barriers = [fmean(paths[f"{source}/{when}"]["barrier"]) for when in ("before", "after")]
-        rows[label] = (moved, sigmas, barriers)
-    columns = {
-        "nets": lambda row: str(1 + len(row[0])),
-        "NoT mean": lambda row: f"{fmean(row[0]):.1f}",
-        "NoT range": lambda row: f"{min(row[0])}–{max(row[0])}",
-        "random": lambda row: f"{paths['transpositions_random']:.1f}",
-        "rms σ": lambda row: f"{row[1][0]:.3f} → {row[1][1]:.3f}",
-        "barrier": lambda row: f"{row[2][0]:.2f} → {row[2][1]:.2f}",
-    }
+        before, after = (fmean(paths[f"{source}/{when}"]["barrier"]) for when in ("before", "after"))
+        counts = [f"{fmean(moved):.1f}", f"{min(moved)}–{max(moved)}", f"{paths['transpositions_random']:.1f}"]
+        steps = [f"{q_d.rms():.3f} → {q_r.rms():.3f}", f"{before:.2f} → {after:.2f}"]
+        rows.append([label, str(1 + len(moved)), *counts, *steps])
+    header = ["", "nets", "NoT mean", "NoT range", "random", "rms σ", "barrier"]
     caption = "random: mean NoT of a random permutation; barrier: excess of the training loss in nats, mean over pairs"
-    return table("Alignments to the first network", rows, columns, caption)
+    return Grid("Alignments to the first network", header, rows, caption)
 
 
 def weight_space_table(found: Found) -> Grid:
@@ -164,9 +158,8 @@ def draw_sigmas(path: Path, runs: Runs) -> None:
 
 def draw_interpolation(path: Path, found: Found) -> None:
     """Losses on the segments between networks before and after alignment, a panel for each source."""
-    titles = {"ensemble": "Ensemble members", "hmc": "HMC samples"}
-    with plots.figure(path, len(titles)) as axes:
-        for ax, (source, title) in zip(axes, titles.items(), strict=True):
+    with plots.figure(path, len(SOURCES)) as axes:
+        for ax, (source, title) in zip(axes, SOURCES.items(), strict=True):
             lines = {f"{when} alignment": found[f"{source}/{when}"] for when in ("before", "after")}
             plots.interpolation(ax, found["ratios"], lines, ylabel="training loss (nats)", title=title)
 

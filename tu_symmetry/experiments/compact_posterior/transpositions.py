@@ -13,27 +13,26 @@ from statistics import fmean
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import activation_matching
-from tu_symmetry.alignment.barrier import interpolate
+from tu_symmetry.alignment.barrier import Loss, interpolate, measure
 from tu_symmetry.alignment.matching import weight_distance
 from tu_symmetry.datamodules import ImageDataModule
-from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.study import Study, tracked
 from tu_symmetry.files import FileError, remove_folder
 from tu_symmetry.posterior.network import derived_seed, initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import measured
-from tu_symmetry.states import stack_states, unstack
+from tu_symmetry.states import unstack
 from tu_symmetry.symmetry.action import apply_permutation
 from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.tables.outcome import RESULTS, Outcome
 from tu_symmetry.tables.report import Found, Report, table
 
 States = Mapping[str, Tensor]
+SCORES: dict[str, Loss] = {"loss": cross_entropy, "error": lambda z, y: (z.argmax(-1) != y).double().mean()}
 
 
 def make_pairs(
@@ -131,10 +130,11 @@ def match_pairs(
     def note_barriers(run: int, when: str, a: States, others: dict[str, States]) -> None:
         middles = {name: interpolate(a, other, 0.5) for name, other in others.items()}
         for part, batches in parts.items():
-            one, two, *found = scores(study.model, [a, next(iter(others.values())), *middles.values()], batches)
+            networks = [a, next(iter(others.values())), *middles.values()]
+            one, two, *found = (measure(study.model, state, batches, SCORES) for state in networks)
             for name, score in zip(middles, found, strict=True):
-                loss, error = (score - (one + two) / 2).tolist()
-                note(run, **{f"{when}{part} loss{name}": loss, f"{when}{part} error{name}": error})
+                for kind, value in score.items():
+                    note(run, **{f"{when}{part} {kind}{name}": value - (one[kind] + two[kind]) / 2})
 
     jobs = [(run, i) for run in range(runs) for i in range(len(initial))]
     for run, i in tracked("matching", jobs, lambda job: f"run {job[0]}, NoT {initial[job[1]]}"):
@@ -155,19 +155,6 @@ def match_pairs(
         {"initial": initial, "panels": panels, "walk": {"ratios": ratios, "transpositions": walks}},
         f"NoT {initial[0]} → {means[0]:.1f}, {initial[-1]} → {means[1]:.1f}",
     )
-
-
-@torch.no_grad()
-def scores(model: nn.Module, states: Sequence[States], data: Batches) -> Tensor:
-    """Mean loss (nats) and error of several networks on all of the data, ``[networks, 2]``, float64, on the CPU."""
-
-    def one(state: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        z = functional_call(model, state, (x,))
-        return torch.stack([cross_entropy(z, y, reduction="sum"), (z.argmax(-1) != y).sum().to(z.dtype)])
-
-    stack = stack_states(states)
-    sums = [vmap(one, (0, None, None))(stack, x, y).double() for x, y in data]
-    return torch.stack(sums).sum(0).cpu() / len(data.x)
 
 
 def report_transpositions(out: Path, recipe: str, matching: Path) -> Outcome:
@@ -199,22 +186,21 @@ def draw_transpositions(path: Path, found: Found) -> None:
     """Figure 3 of arXiv 2401.00611: after training against the initial NoT, and NoT along the interpolation."""
     initial, panels, walk = found["initial"], found["panels"], found["walk"]
     start = "NoT at initialization"
-    names = {
-        "distance": "Weight distance",
-        "training loss": "Barrier, training loss",
-        "test error": "Barrier, test error",
+    named = {
+        "distance": ("Weight distance", "$\\|W_0 - W_1\\|_2^2$"),
+        "training loss": ("Barrier, training loss", "loss (nats)"),
+        "test error": ("Barrier, test error", "error (share)"),
     }
-    units = {"distance": "$\\|W_0 - W_1\\|_2^2$", "training loss": "loss (nats)", "test error": "error (share)"}
     with plots.figure(path, 5, width=3.1) as axes:
         axes[0].plot([0, max(initial)], [0, max(initial)], color=plots.GRAY, linestyle=":", label="unchanged")
         plots.band(axes[0], initial, panels["transpositions"], plots.BLUE, "found by matching")
         axes[0].set(title="NoT after training", xlabel=start, ylabel="NoT")
-        for ax, (key, title) in zip(axes[1:4], names.items(), strict=True):
+        for ax, (key, (title, unit)) in zip(axes[1:4], named.items(), strict=True):
             if f"initial {key}" in panels:
                 plots.band(ax, initial, panels[f"initial {key}"], plots.ORANGE, "before training", linestyle=":")
             plots.band(ax, initial, panels[f"{key}_unmatched"], plots.GRAY, "before matching")
             plots.band(ax, initial, panels[key], plots.BLUE, "after matching")
-            ax.set(title=title, xlabel=start, ylabel=units[key])
+            ax.set(title=title, xlabel=start, ylabel=unit)
         plots.band(axes[4], walk["ratios"], walk["transpositions"], plots.BLUE, None)
         label = r"interpolation $\lambda$"
         axes[4].set(title="NoT along the interpolation", xlabel=label, ylabel="NoT to $W_0$", xlim=(0, 1))

@@ -24,7 +24,7 @@ from tu_symmetry.laplace.dual.optimize import DualOptimizer
 from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
 from tu_symmetry.laplace.dual.sampled import SampledEvidence, SolverWarning, linearized_weights
 from tu_symmetry.laplace.mode import EvaluateAt
-from tu_symmetry.posterior.hamiltonian import HamiltonianChain, estimated_sample_size
+from tu_symmetry.posterior.hamiltonian import HamiltonianChain, sample_sizes
 from tu_symmetry.posterior.network import BayesianNetwork, initialized
 from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality, total_variation
@@ -286,8 +286,8 @@ def total_variation_prior(
     write_safetensors(out / ARRAYS, {"tv": drawn[:: max(1, num_samples // _PRIOR)].float().contiguous()}, {})
     facts = {
         "acceptance": sum(m.acceptance for m in made[warmup:]) / num_samples,
-        "ess": (ess := float(estimated_sample_size(found))),
-        "ess_pixel": float(estimated_sample_size(drawn).min()),
+        "ess": (ess := float(sample_sizes(found[:, None]))),
+        "ess_pixel": float(sample_sizes(drawn[:, None]).min()),
         "mean": float(found.mean()) / freedom,
         "variance": float(found.var()) / freedom,
     }

@@ -95,7 +95,7 @@ def convergence(
 
 def _judged(values: Tensor) -> dict[str, float]:
     """Of quantities ``[chains, draws, quantities]``, those that move."""
-    with from_extra("recipes", purpose="R-hat and effective sample sizes of chains"):
+    with from_extra("sampling", purpose="R-hat and effective sample sizes of chains"):
         from arviz_stats.base import array_stats
 
     own = values.detach().double().cpu()

@@ -142,18 +142,18 @@ def largest_test(
     num_resamples: int = 999,
     generator: torch.Generator | None = None,
 ) -> dict[str, LargestWeight]:
-    """:func:`largest_weights` from the units ``[S]`` of each group."""
-    source, sizes = own_generator(generator), {g.name: math.prod(g.shape) for g in graph.permutations}
-    return {name: _uniform_counts(index, sizes[name], num_resamples, source) for name, index in units.items()}
-
-
-def _uniform_counts(index: Tensor, units: int, num_resamples: int, source: torch.Generator) -> LargestWeight:
-    """Test whether indices ``[S]`` are independent and uniform over ``units``, by Monte Carlo."""
-    counts = torch.bincount(index, minlength=units)
-    drawn = torch.randint(units, (num_resamples, len(index)), generator=source, device=source.device).cpu()
-    expected = len(index) / units
-    statistic = float((counts - expected).square().sum())
-    ones = torch.ones(drawn.shape, device="cpu")
-    by_draw = torch.zeros(num_resamples, units, device="cpu").scatter_add_(1, drawn, ones)
-    null = (by_draw - expected).square().sum(1)
-    return LargestWeight(index, counts, p_value(null, statistic, rounding=1e-6 * statistic))
+    """:func:`largest_weights` from the units ``[S]`` of each group: a Monte Carlo test of independent uniform ones."""
+    source, found = own_generator(generator), dict[str, LargestWeight]()
+    for group in graph.permutations:
+        if (index := units.get(group.name)) is None:
+            continue
+        count = math.prod(group.shape)
+        counts = torch.bincount(index, minlength=count)
+        drawn = torch.randint(count, (num_resamples, len(index)), generator=source, device=source.device).cpu()
+        expected = len(index) / count
+        statistic = float((counts - expected).square().sum())
+        ones = torch.ones(drawn.shape, device="cpu")
+        by_draw = torch.zeros(num_resamples, count, device="cpu").scatter_add_(1, drawn, ones)
+        null = (by_draw - expected).square().sum(1)
+        found[group.name] = LargestWeight(index, counts, p_value(null, statistic, rounding=1e-6 * statistic))
+    return found

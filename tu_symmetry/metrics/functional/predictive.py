@@ -166,6 +166,4 @@ def diversity_summary(
 
 
 def _pearson(a: Tensor, b: Tensor) -> float:
-    a, b = a - a.mean(), b - b.mean()
-    size = float((a.square().sum() * b.square().sum()).sqrt())
-    return float((a * b).sum()) / size if size > 0 else math.nan
+    return float(torch.corrcoef(torch.stack([a, b]))[0, 1]) if len(a) > 1 else math.nan
