@@ -175,7 +175,7 @@ class ImageDataModule(LightningDataModule):
                 f"{type(self).__name__}: the files hold images of shape {tuple(x.shape[1:])}, expected "
                 f"{self.input_shape}; they are of another data set"
             )
-        return TensorPairs(self._inputs(x), y.long())
+        return TensorPairs(self._inputs(x), y if y.is_floating_point() else y.long())
 
     def _inputs(self, x: Tensor) -> Tensor:
         """What networks take of images as they are read."""
