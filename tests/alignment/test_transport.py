@@ -210,6 +210,7 @@ def test_wrong_inputs_are_named() -> None:
     cases: list[tuple[Any, str]] = [
         (good | {"1.lora_A.weight": torch.ones(2, 6)}, "no factor of a linear layer"),
         (good | {"0.lora_magnitude": torch.ones(3)}, "no factor of a linear layer"),
+        (good | {"0.lora_A.other.weight": torch.ones(2, 6)}, "two adapters of one layer"),
         ({"0.lora_A.weight": torch.ones(2, 6)}, "finetuned has"),
         (good | {"0.lora_B.weight": torch.ones(9, 3)}, "finetuned has"),
         (good | {"0.lora_B.weight": torch.full((9, 2), torch.nan)}, "NaN"),

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tu_symmetry.datamodules.images import BatchSize, ImageDataModule, Part
 from tu_symmetry.datamodules.readers import DataFileError, LabeledImages
@@ -63,6 +62,7 @@ class UCIDataModule(ImageDataModule):
     """
 
     training_task = "regression"
+    scale = None
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class UCIDataModule(ImageDataModule):
         if split < 0:
             raise ValueError(f"split must not be negative, got {split}")
         self.dataset, self.root, self.split = dataset, Path(root), split
-        self.input_shape = (_FILES[dataset][1],)  # type: ignore[assignment]  # rows have one axis
+        self.input_shape = (_FILES[dataset][1],)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole part: inputs ``[n, columns]`` and targets ``[n]``, standardized by all training rows."""
@@ -87,6 +87,3 @@ class UCIDataModule(ImageDataModule):
         train, test = train_test_split(read_uci(self.dataset, self.root), test_size=0.2, random_state=self.split)
         rows = torch.from_numpy(((train if part == "train" else test) - train.mean(0)) / train.std(0)).float()
         return LabeledImages(rows[:, :-1], rows[:, -1])
-
-    def _inputs(self, x: Tensor) -> Tensor:
-        return x
