@@ -197,6 +197,7 @@ def test_an_adapter_of_a_tied_layer_is_found_by_either_name() -> None:
     found = tus.transport(graph, base, adapter, new)
     assert found.transpositions > 0
     product = adapter["head.lora_B.weight"] @ adapter["head.lora_A.weight"]
+    assert found.task_norm == pytest.approx(float(product.norm()))
     (group,) = (g for g in graph.permutations if g.size == 6)
     torch.testing.assert_close(
         found.state["head.lora_B.weight"] @ found.state["head.lora_A.weight"],

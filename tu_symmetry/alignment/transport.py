@@ -112,21 +112,24 @@ def transport(
         apply_linear(graph, move.maps, scale_tensors(graph, move.log_scale, tuned))
     here, there = moved(old), moved(tuned)
     certificate, uncertified = measured(graph, tuned, there, "finetuned, moved as its base is")
-    result = as_given(new, {n: _added(graph, n, t, here[n], there[n], weight) for n, t in new.items()})
-    added = {n: result[n].to(here[n]) - t.to(here[n]) for n, t in new.items()}
     if adapter:
-        added |= {n: weight * t for n, t in moved(products).items()}
         result = as_given(adapter, {})
+        added = {n: weight * t for n, t in moved(products).items()}
         for name, (a, b) in factors.items():
             for factor, tensor in zip((a, b), _refactored(added[name], len(adapter[a])), strict=True):
                 result[factor] = tensor.to(adapter[factor])
+        squares = sum(float(t.square().sum()) for t in added.values())
+    else:
+        result = as_given(new, {n: _added(graph, n, t, here[n], there[n], weight) for n, t in new.items()})
+        added = {n: result[n].to(here[n]) - t.to(here[n]) for n, t in new.items()}
+        squares = inner_product(graph, added, added)
     return Transported(
         state=result,
         move=move,
         transpositions=aligned.transpositions[0],
         distance_before=aligned.distances_before[0],
         distance_after=aligned.distances_after[0],
-        task_norm=inner_product(graph, added, added) ** 0.5,
+        task_norm=squares**0.5,
         certificates=[*aligned.certificates, *([] if certificate is None else [certificate])],
         uncertified=uncertified,
     )

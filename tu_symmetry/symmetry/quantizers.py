@@ -231,22 +231,18 @@ def _spinquant(graph: SymmetryGraph, modules: Sequence[str]) -> dict[str, Any]:
         )
     matrices = [m for m in group.members if len(graph.shapes[m.parameter]) == 2 and m.parameter != embedding]
     writes, reads = ([_module(m.parameter) for m in matrices if m.axis == axis] for axis in (0, 1))
-    roles: dict[str, list[str]] = defaultdict(list)
-    sizes = set()
+    heads = []
     for values in (g for g in graph.linears if g.subgroup == "general" and g.blocks):
         made, read = ({_module(m.parameter) for m in values.members if m.axis == axis} for axis in (0, 1))
         if len(made) == len(read) == 1 and made <= {*reads} and read <= {*writes}:
             (v,), (o,) = made, read
             attention = _common(v, o)
             inside = [r for r in reads if r.startswith(f"{attention}.") and r != v]
-            if len(inside) == 2:
-                for role, name in zip(
-                    ("attn", "attn_q", "attn_k", "attn_v", "attn_o"), (attention, *inside, v, o), strict=True
-                ):
-                    roles[role].append(name)
-                sizes.add(values.size)
-    roles |= {"embedding": [_module(embedding)], "lm_head": [r for r in reads if _stem(r) == r]}
-    if len(sizes) != 1 or len(roles["lm_head"]) != 1:
+            heads += [(values.size, attention, *inside, v, o)] if len(inside) == 2 else []
+    sizes, *layers = zip(*heads, strict=True) if heads else [()]
+    roles = dict(zip(("attn", "attn_q", "attn_k", "attn_v", "attn_o"), layers, strict=False))
+    roles |= {"embedding": (_module(embedding),), "lm_head": tuple(r for r in reads if _stem(r) == r)}
+    if len(set(sizes)) != 1 or len(roles["lm_head"]) != 1:
         raise SymmetryError(
             "spinquant: its names stand for attention with one layer each of queries, keys and values, of one size of "
             f"heads, and one head of the network; here stand {some(sorted({*map(_stem, (*reads, *writes))}))}"
@@ -256,7 +252,7 @@ def _spinquant(graph: SymmetryGraph, modules: Sequence[str]) -> dict[str, Any]:
     containers = [*modules, *roles["attn"]]
     return {
         "mappings": {role: pattern(names, containers) for role, names in roles.items()}
-        | {"attn_head_dim": sizes.pop()}
+        | {"attn_head_dim": sizes[0]}
         | {role: _patterns(names, modules) for role, names in lists.items()},
         "norm_mappings": [
             {"norm": norm, "linears": linears} for norm, linears in _written([smooth[n] for n in norms], modules)
@@ -269,7 +265,4 @@ def _module(parameter: str) -> str:
 
 
 def _patterns(names: Sequence[str], modules: Sequence[str]) -> list[str]:
-    alike: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        alike[_stem(name)].append(name)
-    return [pattern(own, modules) for own in alike.values()]
+    return [pattern([n for n in names if _stem(n) == stem], modules) for stem in dict.fromkeys(map(_stem, names))]
