@@ -154,14 +154,13 @@ def pattern(names: Sequence[str], modules: Iterable[str]) -> str:
     """One name, or a regular expression that matches names which differ in numbers, and no other module."""
     if len(names) == 1:
         return names[0]
-    numbers = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
-    pieces = _stem(names[0]).split("*")
+    numbers = [list(dict.fromkeys(seen)) for seen in zip(*map(_NUMBER.findall, names), strict=True)]
+    first, *pieces = map(re.escape, _stem(names[0]).split("*"))
     alike = {name for name in modules if _stem(name) == _stem(names[0])} == set(names)
-    told = [
-        seen[0] if len({*seen}) == 1 else r"\d+" if alike else f"({'|'.join(dict.fromkeys(seen))})" for seen in numbers
-    ]
-    written = re.escape(pieces[0]) + "".join(t + re.escape(p) for t, p in zip(told, pieces[1:], strict=True))
-    return f"re:{written}$"
+    told = [seen[0] if len(seen) == 1 else r"\d+" if alike else f"({'|'.join(seen)})" for seen in numbers]
+    written = f"re:{first}{''.join(itertools.chain(*zip(told, pieces, strict=True)))}$"
+    exact = {name for name in modules if named_by(name, written)} <= set(names)
+    return written if exact else f"re:({'|'.join(map(re.escape, names))})$"
 
 
 def match(modules: Iterable[str], smooth: str, balance: Sequence[str]) -> list[list[list[str]]]:
