@@ -76,9 +76,9 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
     most = max(differences, key=lambda name: differences[name])
     tolerance, before = max(one.tolerance, other.tolerance), weight_distance(graph, a, b)
     told = differences[most], tolerance, most, before
-    if before == 0 and differences[most] <= tolerance:
+    same = differences[most] <= tolerance
+    if same and before == 0:
         return Comparison("equal", (), *told, 0.0)
-    same = one.matches(other)
     least = least_form(graph, a)[0], least_form(graph, b)[0]
     small = tolerance * inner_product(graph, least[0], least[0]) ** 0.5
     groups = graph.signs, graph.scales, graph.linears, graph.normalizations
