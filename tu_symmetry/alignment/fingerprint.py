@@ -97,7 +97,8 @@ def fingerprint(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Fingerprin
     outputs = {}
     if graph.probe is not None:
         found = graph.probe.without_epsilons().run(state)
-        outputs = {f"outputs {k}": t.flatten() for k, t in enumerate(found) if is_continuous(t)}
+        wide = [t.flatten().to(as_computed(t.dtype, torch.float64)) for t in found]
+        outputs = {f"outputs {k}": t for k, t in enumerate(wide) if is_continuous(t)}
     rounding = max((torch.finfo(t.dtype).eps for t in state.values() if is_continuous(t)), default=0.0)
     invariants = {n: _invariants(graph, n, least[n], mixing) for n in told}
     return Fingerprint(invariants, outputs, rounding, tuple(sorted(left_out)))
