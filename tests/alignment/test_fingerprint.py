@@ -100,6 +100,26 @@ def test_what_the_example_does_not_reach_is_told_by_the_weights() -> None:
     assert differences["outputs 0"] == 0.0 < 1e-6 < differences["weights of 0.weight"]
 
 
+def test_complex_weights_and_outputs_are_told() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex128) @ self.a.T).sum(-1)
+
+    torch.manual_seed(0)
+    model = Waves()
+    graph, state = tus.discover_symmetries(model, torch.randn(2, 4).double()), dict(model.state_dict())
+    found = tus.fingerprint(graph, state)
+    assert found.matches(tus.fingerprint(graph, moved(graph, state)))
+    turned, longer = ({"a": state["a"] * factor} for factor in (1j, 1.1))
+    differences = found.differences(tus.fingerprint(graph, turned))
+    assert differences["weights of a"] < 1e-12 < 0.1 < differences["outputs 0"]
+    assert found.differences(tus.fingerprint(graph, longer))["weights of a"] > 0.05
+
+
 def test_what_keeps_norms_is_told_by_the_outputs() -> None:
     """Two units that are swapped in one layer and not in the next: all norms stay, and the function does not."""
     graph, state = small(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))

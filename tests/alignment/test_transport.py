@@ -197,6 +197,7 @@ def test_an_adapter_of_a_tied_layer_is_found_by_either_name() -> None:
     found = tus.transport(graph, base, adapter, new)
     assert found.transpositions > 0
     product = adapter["head.lora_B.weight"] @ adapter["head.lora_A.weight"]
+    assert found.task_norm == pytest.approx(float(product.norm()))
     (group,) = (g for g in graph.permutations if g.size == 6)
     torch.testing.assert_close(
         found.state["head.lora_B.weight"] @ found.state["head.lora_A.weight"],
@@ -210,6 +211,7 @@ def test_wrong_inputs_are_named() -> None:
     cases: list[tuple[Any, str]] = [
         (good | {"1.lora_A.weight": torch.ones(2, 6)}, "no factor of a linear layer"),
         (good | {"0.lora_magnitude": torch.ones(3)}, "no factor of a linear layer"),
+        (good | {"0.lora_A.other.weight": torch.ones(2, 6)}, "two adapters of one layer"),
         ({"0.lora_A.weight": torch.ones(2, 6)}, "finetuned has"),
         (good | {"0.lora_B.weight": torch.ones(9, 3)}, "finetuned has"),
         (good | {"0.lora_B.weight": torch.full((9, 2), torch.nan)}, "NaN"),

@@ -35,8 +35,7 @@ def test_splits_and_scales_are_those_of_the_benchmark(tmp_path: Path) -> None:
     assert len(hours) == 50
 
 
-def test_what_is_missing_or_damaged_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tu_symmetry.datamodules.tabular.find_spec", lambda name: None)
+def test_what_is_missing_or_damaged_is_said(tmp_path: Path) -> None:
     with pytest.raises(DataFileError, match="pip download sklearn-contrib-bde --no-deps"):
         read_uci("airfoil", tmp_path)
     (tmp_path / "sklearn_contrib_bde-1.0.2-py3-none-any.whl").write_bytes(b"no wheel")

@@ -19,7 +19,7 @@ def test_the_recipe_runs_end_to_end(tmp_path: Path) -> None:
     results, text = run_table(RECIPES / "rebasin" / "transport", tmp_path, tiny)
     runs = results["tasks"]["runs"]
     assert len(runs) == 2 * 2 * 2 and {run["width"] for run in runs} == {8, 12}
-    assert "the fine-tuned original" in text and (tmp_path / "report" / "transport.png").exists()
+    assert "the fine-tuned original" in text and (tmp_path / "report" / "report.md").exists()
     for run in runs:
         before, after = run["distances"]
         assert after <= before * (1 + 1e-9)

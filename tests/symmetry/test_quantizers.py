@@ -17,7 +17,7 @@ from zoo import small
 
 import tu_symmetry as tus
 from tu_symmetry.cli import main
-from tu_symmetry.symmetry.quantizers import left_out, match, smoothings
+from tu_symmetry.symmetry.quantizers import left_out, match, pattern, smoothings
 from tu_symmetry.symmetry.running.weights import random_state
 
 Weights = dict[str, Tensor]
@@ -180,6 +180,13 @@ def test_layers_that_differ_are_named_apart() -> None:
         {"smooth_layer": r"re:blocks\.(0|2)\.a$", "balance_layers": [r"re:blocks\.(0|2)\.b$"]},
         {"smooth_layer": "blocks.1.a", "balance_layers": ["blocks.1.b", "blocks.1.c"]},
     ]
+
+
+def test_a_pattern_matches_its_names_alone() -> None:
+    modules = [f"layers.{k}.experts.{e}" for k in range(3) for e in range(2)]
+    for names in (modules, modules[:2], modules[1:5:2], modules[1:3], modules[:1]):
+        told = pattern(names, modules).removeprefix("re:")
+        assert [m for m in modules if re.fullmatch(told, m)] == names
 
 
 def test_convolutions_are_left_out() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from tu_symmetry.states import State, SymmetryError
 from tu_symmetry.symmetry.action import scale_tensors, sign_tensors, unfolded
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import LinearGroup, PermutationGroup, ScaleGroup
+from tu_symmetry.symmetry.running.weights import as_computed, is_continuous
 
 _STILL, _MOST_TURNS = 1e-10, 100
 _ROUNDING, _LEAST_TOLERANCE = 20, 1e-8  # of a distance that counts as none, in units of the last place
@@ -93,12 +93,13 @@ def fingerprint(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> Fingerprin
     least, degenerate = least_form(graph, state)
     mixing = [group for group in graph.linears if not unfolded(graph, group, least)]
     left_out = _reached(graph, degenerate)
-    told = [n for n in graph.shapes if least[n].is_floating_point() and n not in left_out]
+    told = [n for n in graph.shapes if is_continuous(least[n]) and n not in left_out]
     outputs = {}
     if graph.probe is not None:
         found = graph.probe.without_epsilons().run(state)
-        outputs = {f"outputs {k}": t.double().flatten() for k, t in enumerate(found) if t.is_floating_point()}
-    rounding = max((torch.finfo(t.dtype).eps for t in state.values() if t.is_floating_point()), default=0.0)
+        wide = [t.flatten().to(as_computed(t.dtype, torch.float64)) for t in found]
+        outputs = {f"outputs {k}": t for k, t in enumerate(wide) if is_continuous(t)}
+    rounding = max((torch.finfo(t.dtype).eps for t in state.values() if is_continuous(t)), default=0.0)
     invariants = {n: _invariants(graph, n, least[n], mixing) for n in told}
     return Fingerprint(invariants, outputs, rounding, tuple(sorted(left_out)))
 
@@ -116,25 +117,23 @@ def least_form(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> tuple[State
     graph.require_verified()
     if graph.check_state(state):
         raise ValueError("a fingerprint is that of one state, this is a stack: call it for each of its networks")
-    current: State = {n: t.detach().cpu() for n, t in state.items()}
-    current = {n: t.double() if t.is_floating_point() else t for n, t in current.items()}
+    current: State = {n: t.detach().to("cpu", as_computed(t.dtype, torch.float64)) for n, t in state.items()}
     degenerate = set(canonicalize(graph, current, normalizations="unit_norm", certify=False).degenerate)
     normalized = graph.without(*(g.name for g in graph.scales))
-    step, turn = math.inf, 0
-    while step > _STILL and turn < _MOST_TURNS:
-        step, turn = 0.0, turn + 1
+    for _ in range(_MOST_TURNS):
+        step = 0.0
         if graph.normalizations:
             form = canonicalize(normalized, current, normalizations="unit_norm", certify=False)
             step, current = max((float(s.abs().max()) for s in form.log_scale.values()), default=0.0), form.state
         logs, signs = folding_element(graph, current)
         least = balanced(graph, sign_tensors(graph, signs, scale_tensors(graph, logs, current)), certify=False)
         current, degenerate = least.state, degenerate | least.degenerate.keys()
-    if step > _STILL:
-        raise SymmetryError(
-            f"no least form after {turn} turns of normalizations and masses: the last one moved factors by {step:.0e}. "
-            "Some units are all but dead; prune them first"
-        )
-    return current, degenerate
+        if step <= _STILL:
+            return current, degenerate
+    raise SymmetryError(
+        f"no least form after {_MOST_TURNS} turns of normalizations and masses: the last one moved factors by "
+        f"{step:.0e}. Some units are all but dead; prune them first"
+    )
 
 
 def _reached(graph: SymmetryGraph, names: Collection[str]) -> set[str]:

@@ -21,9 +21,9 @@ from tu_symmetry.symmetry.action import apply_linear, scale_tensors
 from tu_symmetry.symmetry.certificate import Certificate, measured
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.randomness import leaves_randomness
+from tu_symmetry.symmetry.running.weights import as_computed, is_continuous
 
 _FACTOR = re.compile(r"(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.[^.]+)?\.weight")
-_MORE = 8  # directions beyond the rank, in which the range of a moved product is looked for
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,37 +105,34 @@ def transport(
     move, form = aligned.moves[0], compared(graph, new, over)
 
     def moved(tensors: Mapping[str, Tensor]) -> State:
-        wide = {n: t.to(new[n].device) for n, t in tensors.items()}
-        wide = {n: t.to(torch.promote_types(t.dtype, torch.float64)) if _moves(t) else t for n, t in wide.items()}
+        wide = {n: t.to(new[n].device, as_computed(t.dtype, torch.float64)) for n, t in tensors.items()}
         return undo_tensors(graph, form, move_tensors(graph, move, wide))
 
     if move.maps:  # behind gains that fine-tuning changed no units may be rotated
         apply_linear(graph, move.maps, scale_tensors(graph, move.log_scale, tuned))
     here, there = moved(old), moved(tuned)
     certificate, uncertified = measured(graph, tuned, there, "finetuned, moved as its base is")
-    result = as_given(new, {n: _added(graph, n, t, here[n], there[n], weight) for n, t in new.items()})
-    added = {n: result[n].to(here[n]) - t.to(here[n]) for n, t in new.items()}
     if adapter:
-        added |= {n: weight * t for n, t in moved(products).items()}
         result = as_given(adapter, {})
+        added = {n: weight * t for n, t in moved(products).items()}
         for name, (a, b) in factors.items():
             for factor, tensor in zip((a, b), _refactored(added[name], len(adapter[a])), strict=True):
                 result[factor] = tensor.to(adapter[factor])
+        squares = sum(float(t.square().sum()) for t in added.values())
+    else:
+        result = as_given(new, {n: _added(graph, n, t, here[n], there[n], weight) for n, t in new.items()})
+        added = {n: result[n].to(here[n]) - t.to(here[n]) for n, t in new.items()}
+        squares = inner_product(graph, added, added)
     return Transported(
         state=result,
         move=move,
         transpositions=aligned.transpositions[0],
         distance_before=aligned.distances_before[0],
         distance_after=aligned.distances_after[0],
-        task_norm=inner_product(graph, added, added) ** 0.5,
+        task_norm=squares**0.5,
         certificates=[*aligned.certificates, *([] if certificate is None else [certificate])],
         uncertified=uncertified,
     )
-
-
-def _moves(tensor: Tensor) -> bool:
-    """Whether it holds weights or statistics, and not counts, indices or a mask."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _require_one(graph: SymmetryGraph, state: Mapping[str, Tensor], name: str) -> None:
@@ -145,7 +142,7 @@ def _require_one(graph: SymmetryGraph, state: Mapping[str, Tensor], name: str) -
 
 def _added(graph: SymmetryGraph, name: str, new: Tensor, old: Tensor, tuned: Tensor, weight: float) -> Tensor:
     """One tensor of the new base with the change from ``old`` to ``tuned``, in the dtype of the new base."""
-    if not _moves(new):
+    if not is_continuous(new):  # a count, indices or a mask
         return new
     wide = new.to(old)
     found = wide + weight * (tuned - old)
@@ -179,23 +176,20 @@ def _factors(graph: SymmetryGraph, adapter: Mapping[str, Tensor]) -> dict[str, t
                 "moved whose tensors are LAYER.lora_A.weight and LAYER.lora_B.weight: merge others into their base, "
                 "and pass the whole network"
             )
-        found.setdefault(max(fits, key=len), {})[parts["factor"]] = name
+        held = found.setdefault(max(fits, key=len), {}).setdefault(parts["factor"], name)
+        if held != name:
+            raise SymmetryError(f"finetuned holds two adapters of one layer, {held!r} and {name!r}: pass one of them")
     for weight, pair in found.items():
         shapes = {name: tuple(adapter[name].shape) for name in pair.values()}
-        rank = shapes[pair["A"]][:1] if "A" in pair else ()
+        rank = shapes.get(pair.get("A", ""), ())[:1]
         rows, columns = linear[weight]
-        if [shapes[pair[f]] for f in ("A", "B") if f in pair] != [(*rank, columns), (rows, *rank)]:
+        if [shapes.get(pair.get(f, "")) for f in "AB"] != [(*rank, columns), (rows, *rank)]:
             raise SymmetryError(f"finetuned has {shapes} for {weight!r}, whose shape {rows, columns} is not theirs")
     return {weight: (pair["A"], pair["B"]) for weight, pair in found.items()}
 
 
 def _refactored(product: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors ``[rank, columns]`` and ``[rows, rank]`` of a product of that rank, of equal size."""
-    columns = min(rank + _MORE, *product.shape)
-    draws = torch.randn(product.shape[1], columns, generator=torch.Generator().manual_seed(0), device="cpu").to(product)
-    basis = torch.linalg.qr(product @ draws).Q
-    u, s, v = torch.linalg.svd(basis.mT @ product, full_matrices=False)
-    root = nn.functional.pad(s, (0, max(rank - len(s), 0)))[:rank].sqrt()
-    pad = (0, len(root) - len(s[:rank]))  # of an adapter with a higher rank than its weight
-    first = nn.functional.pad(v[:rank].mT, pad).mT
-    return first * root[:, None], nn.functional.pad(basis @ u[:, :rank], pad) * root
+    u, s, v = torch.svd_lowrank(product, min(rank, *product.shape))
+    root, pad = s.sqrt(), (0, rank - len(s))  # of an adapter with a higher rank than its weight
+    return nn.functional.pad(v * root, pad).mT, nn.functional.pad(u * root, pad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,7 @@ from tu_symmetry.symmetry.elements import transposition_count
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 Verdict = Literal["equal", "symmetric", "not aligned", "different"]
+_TRIED = ("", "signs", "scales", "signs scales", "signs scales rotations", "signs scales rotations normalizations")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Comparison:
     def __str__(self) -> str:
         counts = self.move.counts()
         told = [
-            f"{transposition_count(self.move.permutation) if self.move.permutation else 0} transpositions of units",
+            f"{transposition_count(self.move.permutation)} transpositions of units",
             f"{counts['sign_changes']:.0f} signs",
             f"scales of up to {counts['largest_factor']:.3g}",
             f"{counts['mixed_blocks']:.0f} blocks of units mixed",
@@ -75,12 +76,14 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
     most = max(differences, key=lambda name: differences[name])
     tolerance, before = max(one.tolerance, other.tolerance), weight_distance(graph, a, b)
     told = differences[most], tolerance, most, before
-    if before == 0 and differences[most] <= tolerance:
+    same = differences[most] <= tolerance
+    if same and before == 0:
         return Comparison("equal", (), *told, 0.0)
-    same = one.matches(other)
     least = least_form(graph, a)[0], least_form(graph, b)[0]
     small = tolerance * inner_product(graph, least[0], least[0]) ** 0.5
-    attempts = list(_attempts(graph))
+    groups = graph.signs, graph.scales, graph.linears, graph.normalizations
+    held = {kind for kind, own in zip(_TRIED[-1].split(), groups, strict=True) if own}
+    attempts = list(dict.fromkeys(("permutations", *(k for k in kinds.split() if k in held)) for kinds in _TRIED))
     for kinds in attempts if same else attempts[-1:]:
         over: tuple[Over, ...] = tuple(k for k in kinds if k != "normalizations")  # type: ignore[misc]
         pair = list(least) if "normalizations" in kinds or not same else [dict(a), dict(b)]
@@ -89,11 +92,3 @@ def compare(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tenso
         if same and after <= small:
             return Comparison("symmetric", kinds, *told, after, found.moves[1])
     return Comparison("not aligned" if same else "different", kinds, *told, after, found.moves[1])
-
-
-def _attempts(graph: SymmetryGraph) -> Iterator[tuple[str, ...]]:
-    """Kinds of symmetries that a graph has, ever more of them."""
-    signs, scales = ("signs",) * bool(graph.signs), ("scales",) * bool(graph.scales)
-    most = (*signs, *scales, *("rotations",) * bool(graph.linears))
-    every = ((), signs, scales, (*signs, *scales), most, (*most, *("normalizations",) * bool(graph.normalizations)))
-    yield from dict.fromkeys(("permutations", *own) for own in every)

@@ -56,10 +56,10 @@ class ImageDataModule(LightningDataModule):
     eval_shift: ClassVar[bool] = False
 
     num_classes: int
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    scale: float = 255.0
+    scale: float | None = 255.0  # of the pixels; None where inputs stay as they are read
 
     def __init__(
         self,
@@ -175,10 +175,12 @@ class ImageDataModule(LightningDataModule):
                 f"{type(self).__name__}: the files hold images of shape {tuple(x.shape[1:])}, expected "
                 f"{self.input_shape}; they are of another data set"
             )
-        return TensorPairs(self._inputs(x), y.long())
+        return TensorPairs(self._inputs(x), y if y.is_floating_point() else y.long())
 
     def _inputs(self, x: Tensor) -> Tensor:
         """What networks take of images as they are read."""
+        if self.scale is None:
+            return x
         x = x.float() / self.scale
         if self.normalize:
             mean, std = (torch.tensor(values, device="cpu").view(-1, 1, 1) for values in (self.mean, self.std))

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from matplotlib.colors import LogNorm
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.utils.data import DataLoader
 
-from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.datamodules.images import ImageDataModule, Part
+from tu_symmetry.datamodules.readers import LabeledImages
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.metrics.functional.two_sample import vectors_test
@@ -50,13 +49,16 @@ MIXTURES = {
 }
 
 
-class TwoGroupsDataModule(LightningDataModule):
+class TwoGroupsDataModule(ImageDataModule):
     """Points around two centers in the plane; targets are 0.0 and 1.0. Validation and test see the training points.
 
     ``spread`` is the standard deviation of each coordinate around its center; with ``orders`` for networks trained at
     once, batches are ``[orders, batch, ...]``, and the m-th order is that of ``seed + m``. ``file`` has other points, a
     CSV file with a header and a line ``x,y,label`` for each.
     """
+
+    input_shape = (2,)
+    scale = None
 
     def __init__(
         self,
@@ -68,25 +70,17 @@ class TwoGroupsDataModule(LightningDataModule):
         seed: int = 0,
         file: str | Path | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size=batch_size, eval_batch_size=None, orders=orders, seed=seed)
         around = torch.tensor(centers, device="cpu").repeat_interleave(points, 0)
         x = around + spread * torch.randn(around.shape, generator=torch.Generator().manual_seed(seed), device="cpu")
-        self.points = TensorPairs(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
+        self.points = LabeledImages(x, torch.arange(2.0, device="cpu").repeat_interleave(points))
         if file is not None:
             found = torch.from_numpy(np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2)).float()
-            self.points = TensorPairs(found[:, :2], found[:, 2])
-        self.batch_size, self.orders, self.seed = batch_size, orders, seed
+            self.points = LabeledImages(found[:, :2], found[:, 2])
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches, in an order that depends on the seed and the epoch alone."""
-        orders = [SeededOrder(self.points, num_replicas=1, rank=0, seed=self.seed + m) for m in range(self.orders or 1)]
-        return ResumableLoader(self.points, self.batch_size, orders[0], orders if self.orders else ())
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """All points, in order."""
-        return DataLoader(self.points, batch_size=len(self.points), collate_fn=as_it_is)
-
-    test_dataloader = val_dataloader
+    def read(self, part: Part) -> LabeledImages:
+        """All points, of whatever part."""
+        return self.points
 
 
 class NormalLinear(nn.Linear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from tu_symmetry.states import SymmetryError, as_given, unstack
 from tu_symmetry.symmetry.action import scale_tensors, sign_tensors
 from tu_symmetry.symmetry.elements import LogScale, Signs
 from tu_symmetry.symmetry.graph import SymmetryGraph
+from tu_symmetry.symmetry.groups import ScaleGroup, ScaleTerm, SignGroup
 
 
 def fold_norms(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -43,8 +44,8 @@ def fold_norms(graph: SymmetryGraph, state: Mapping[str, Tensor]) -> dict[str, T
                 f"{name} holds {int((gain == 0).sum())} zeros: what reads these units is switched off, and no factor "
                 "brings such a gain to one. Remove the units, or leave this norm as it is"
             )
-        moved = _scaled(graph, name, gain, moved)
-        moved = _turned(graph, name, gain, moved)
+        moved = scale_tensors(graph, _factors(graph, name, gain), moved)
+        moved = sign_tensors(graph, _signs(graph, name, gain), moved)
     return as_given(state, moved)
 
 
@@ -77,40 +78,30 @@ def _own(index: Tensor, size: int) -> bool:
     return len(at) == len(at.unique()) == size and int(at.min()) >= 0
 
 
-def _scaled(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state with a gain whose entries have the size one, where each has a factor of its own."""
-    factors = _factors(graph, name, gain)
-    return scale_tensors(graph, factors, state) if factors else state
-
-
 def _factors(graph: SymmetryGraph, name: str, gain: Tensor) -> LogScale:
     """The log-factors that bring a gain's entries to the size one; none where these have no factors of their own."""
     groups = (*graph.scales, *graph.normalizations)
-    sizes = [g.size for g in groups]
-    for term in graph.scale_terms.get(name, ()):
-        at = term.index.reshape(-1)
-        if _own(at, len(gain)):
-            factors = torch.zeros(sum(sizes), dtype=torch.float64, device="cpu")
-            factors[at] = -gain.abs().log() / term.exponent
-            parts = zip(groups, factors.split(sizes), strict=True)
-            return {g.name: part for g, part in parts if bool(part.any())}
-    return {}
-
-
-def _turned(graph: SymmetryGraph, name: str, gain: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state with a gain that has no negative entries, where each has a sign of its own."""
-    signs = _signs(graph, name, gain)
-    return sign_tensors(graph, signs, state) if signs else state
+    return _placed(groups, graph.scale_terms.get(name, ()), 0.0, len(gain), lambda e: -gain.abs().log() / e)
 
 
 def _signs(graph: SymmetryGraph, name: str, gain: Tensor) -> Signs:
     """The signs that turn a gain's negative entries; none where there are none, or these have no signs of their own."""
-    sizes = [g.size for g in graph.signs]
-    for term in graph.sign_terms.get(name, ()):
-        at = term.index.reshape(-1)
-        if _own(at, len(gain)):
-            signs = torch.ones(sum(sizes), dtype=torch.int64, device="cpu")
-            signs[at] = gain.sign().to(torch.int64)
-            parts = zip(graph.signs, signs.split(sizes), strict=True)
-            return {g.name: part for g, part in parts if bool((part < 0).any())}
-    return {}
+    return _placed(graph.signs, graph.sign_terms.get(name, ()), 1, len(gain), lambda e: gain.sign().to(torch.int64))
+
+
+def _placed(
+    groups: Sequence[ScaleGroup | SignGroup],
+    terms: Sequence[ScaleTerm],
+    still: float,
+    size: int,
+    values: Callable[[float], Tensor],
+) -> dict[str, Tensor]:
+    """An element with a value for each of ``size`` entries, by the first term that numbers them apart."""
+    term = next((term for term in terms if _own(term.index, size)), None)
+    if term is None:
+        return {}
+    sizes, given = [g.size for g in groups], values(term.exponent)
+    flat = torch.full((sum(sizes),), still, dtype=given.dtype, device="cpu")
+    flat[term.index.reshape(-1)] = given
+    parts = zip(groups, flat.split(sizes), strict=True)
+    return {g.name: part for g, part in parts if bool((part != still).any())}

@@ -15,13 +15,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from matplotlib.ticker import LogLocator
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
-from torch.utils.data import DataLoader
 
-from tu_symmetry.datamodules.loading import ResumableLoader, SeededOrder, TensorPairs, as_it_is
+from tu_symmetry.datamodules.images import ImageDataModule, Part
+from tu_symmetry.datamodules.readers import LabeledImages
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, chosen
 from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, in_latex, marks, parse_all
 from tu_symmetry.experiments.study import tracked
@@ -82,38 +81,28 @@ def sample_curve(count: int, noise: float, frequency: float, generator: torch.Ge
     return x, clean + noise * torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
 
 
-class CurveDataModule(LightningDataModule):
+class CurveDataModule(ImageDataModule):
     """A noisy curve, seen on both sides of a gap; training batches hold all points, in float64.
 
     ``sin(frequency x) + x / 2``, with noise of standard deviation ``noise``.
     """
 
     training_task = "regression"
+    input_shape = (1,)
+    scale = None
 
     def __init__(
         self, train_size: int = 80, test_size: int = 1000, noise: float = 0.2, seed: int = 0, frequency: float = 3.0
     ) -> None:
-        super().__init__()
         if min(train_size, test_size) < 2 or not noise > 0:
             raise ValueError(f"sizes must be at least 2, and noise positive; got {train_size}, {test_size} and {noise}")
-        self.noise, self.seed = noise, seed
-        self.train, self.test = (
-            TensorPairs(
-                *sample_curve(size, noise, frequency, torch.Generator().manual_seed(derived_seed(seed, part, 0)))
-            )
-            for part, size in enumerate((train_size, test_size))
-        )
+        super().__init__(batch_size="full", eval_batch_size=None, seed=seed)
+        self.noise, self.frequency, self.counts = noise, frequency, {"train": train_size, "test": test_size}
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        """All training points at once."""
-        order = SeededOrder(self.train, num_replicas=1, rank=0, seed=self.seed, shuffle=False)
-        return ResumableLoader(self.train, len(self.train), order)
-
-    def val_dataloader(self) -> DataLoader[Any]:
-        """All test points at once."""
-        return DataLoader(self.test, batch_size=len(self.test), collate_fn=as_it_is)
-
-    test_dataloader = val_dataloader
+    def read(self, part: Part) -> LabeledImages:
+        """Draw a whole part."""
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, list(self.counts).index(part), 0))
+        return LabeledImages(*sample_curve(self.counts[part], self.noise, self.frequency, generator))
 
 
 def compute_bands(

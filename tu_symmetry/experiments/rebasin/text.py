@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.datamodules.images import Part
@@ -32,10 +31,11 @@ class TopicsDataModule(ImageDataModule):
     """
 
     num_classes = 96
+    scale = None
 
     def __init__(self, context: int = 64, **common: Any) -> None:
         super().__init__(**common)
-        self.context, self.input_shape = context, (context,)  # type: ignore[assignment]  # windows have one axis
+        self.context, self.input_shape = context, (context,)
 
     def read(self, part: Part) -> LabeledImages:
         """Read a whole half; token 0 is the end of a line, the others are printable ASCII in its order."""
@@ -46,6 +46,3 @@ class TopicsDataModule(ImageDataModule):
         cut = len(tokens) * 9 // 10
         half = tokens[:cut] if part == "train" else tokens[cut:]
         return LabeledImages(*(t.unfold(0, self.context, self.context) for t in (half[:-1], half[1:])))
-
-    def _inputs(self, x: Tensor) -> Tensor:
-        return x

@@ -14,7 +14,6 @@ from tu_symmetry.symmetry.distinct import different
 from tu_symmetry.symmetry.operators.pointwise import elementwise, mean_square, times
 from tu_symmetry.symmetry.rules import Call, pin_axes, register_rule
 
-FINDING = ("max", "min", "median", "nanmedian", "kthvalue", "mode")
 MATRIX_NORMS = ("linalg_norm", "linalg_matrix_norm", "nuclear_norm")
 
 
