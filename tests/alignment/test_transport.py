@@ -169,6 +169,9 @@ def test_an_adapter_goes_where_its_product_goes(over: Any) -> None:
     found = tus.transport(graph, base, adapter, new, over=over)
     assert {n: t.shape for n, t in found.state.items()} == {n: t.shape for n, t in adapter.items()}
     close(merged(new, found.state), goal, rtol=1e-6)
+    torch.rand(1)  # whatever the global random state is
+    again = tus.transport(graph, base, adapter, new, over=over)
+    assert all(torch.equal(t, again.state[n]) for n, t in found.state.items())
     twice = tus.transport(graph, base, adapter, new, over=over, weight=2.0)
     difference = merged(new, twice.state)["0.weight"] - new["0.weight"]
     torch.testing.assert_close(difference, 2 * (goal["0.weight"] - new["0.weight"]), rtol=1e-6, atol=1e-6)

@@ -190,6 +190,7 @@ def _factors(graph: SymmetryGraph, adapter: Mapping[str, Tensor]) -> dict[str, t
 
 def _refactored(product: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Factors ``[rank, columns]`` and ``[rows, rank]`` of a product of that rank, of equal size."""
+    torch.manual_seed(0)  # of its draws, which decide on signs
     u, s, v = torch.svd_lowrank(product, min(rank, *product.shape))
     root, pad = s.sqrt(), (0, rank - len(s))  # of an adapter with a higher rank than its weight
     return nn.functional.pad(v * root, pad).mT, nn.functional.pad(u * root, pad)
