@@ -76,10 +76,7 @@ def _add_files(parser: argparse.ArgumentParser, **out: Any) -> None:
 
 def _architecture(arguments: argparse.Namespace) -> Architecture:
     from tu_symmetry.checkpoints.architecture import Architecture, parse_precision
-    from tu_symmetry.memory import give_back
 
-    if arguments.narrow:  # tensor by tensor
-        give_back()
     if "" not in sys.path:  # modules of the folder one works in are found, as `python -m` does
         sys.path.insert(0, "")
     return Architecture(
