@@ -21,25 +21,27 @@ from benchmarks._measure import in_own_process, peak_memory
 from benchmarks._report import Goal, Section, Settings
 from tu_symmetry.reporting.grid import Grid
 
+SDXL: dict[str, Any] = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 2,
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+
 
 def sdxl() -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The UNet of stable-diffusion-xl-base-1.0 and example inputs."""
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel(
-        sample_size=128,
-        block_out_channels=(320, 640, 1280),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=2,
-        transformer_layers_per_block=(1, 2, 10),
-        attention_head_dim=(5, 10, 20),
-        cross_attention_dim=2048,
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=256,
-        projection_class_embeddings_input_dim=2816,
-    )
+    model = UNet2DConditionModel(**SDXL)
     inputs = (torch.empty(2, 4, 16, 16), torch.zeros(2, dtype=torch.long), torch.empty(2, 7, 2048))
     conditions = {"text_embeds": torch.empty(2, 1280), "time_ids": torch.empty(2, 6)}
     return model, inputs, {"added_cond_kwargs": conditions}

@@ -1,4 +1,4 @@
-"""Networks larger than memory, by the command line: a decoder of a billion weights.
+"""Networks larger than memory, by the command line: a decoder of a billion weights, SDXL's UNet of 2.6 billion.
 
 Weights are random, made and moved by a planted element tensor by tensor. ``tu-symmetry align`` and ``merge`` run in
 processes of their own, of which the resident memory that is no page of a file is looked at several times a second.
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks._measure import both
 from benchmarks._report import Goal, Section, Settings
+from benchmarks.diffusion import SDXL
 from tu_symmetry.alignment.moves import Move
 from tu_symmetry.checkpoints.architecture import Architecture
 from tu_symmetry.checkpoints.files import silent, verified_groups
@@ -32,6 +33,7 @@ from tu_symmetry.symmetry.action import Permuted
 from tu_symmetry.symmetry.elements import random_permutation
 
 _SHARDS = 4  # files of a network
+_DEVIATION = 0.02  # of weights
 _PAUSE = 0.1  # seconds between two looks at a process
 
 
@@ -46,6 +48,18 @@ def decoder(**sizes: int) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**usual | sizes, use_cache=False))
 
 
+def unet(**sizes: Any) -> nn.Module:
+    """The UNet of SDXL if nothing else is said, whose conditions are inputs like the others."""
+    from diffusers import UNet2DConditionModel
+
+    class Positional(UNet2DConditionModel):  # type: ignore[misc]
+        def forward(self, sample: Tensor, timestep: Tensor, text: Tensor, text_embeds: Tensor, time_ids: Tensor) -> Any:
+            conditions = {"text_embeds": text_embeds, "time_ids": time_ids}
+            return super().forward(sample, timestep, text, added_cond_kwargs=conditions)
+
+    return Positional(**SDXL | sizes)
+
+
 @dataclass(frozen=True)
 class Case:
     """A network by its words on the command line, and those of one of the same tensors that is narrow."""
@@ -57,6 +71,7 @@ class Case:
     dtype: str
     commands: tuple[str, ...] = ("align", "merge")
     init: tuple[str, ...] = ()
+    noise: float = 0.0  # of the second network's weights, in deviations of the first one's
 
     def architecture(self) -> Architecture:
         """As the commands build it."""
@@ -77,6 +92,15 @@ DECODER = Case(
     "bfloat16",
     ("merge",),
 )
+UNET = Case(
+    "UNet of SDXL",
+    "benchmarks.size.unet",
+    ("2,4,16,16", "2:long", "2,7,2048", "2,1280", "2,6"),
+    ("block_out_channels=[64,128,256]", "attention_head_dim=[2,4,8]"),
+    "bfloat16",
+    ("merge",),
+    noise=0.01,
+)
 SMALL = Case(
     "small decoder",
     DECODER.model,
@@ -88,14 +112,17 @@ SMALL = Case(
 
 
 class Drawn(Mapping[str, Tensor]):
-    """Random weights of a network, each made when it is asked for, the same each time."""
+    """Random weights of a network, each made when it is asked for, the same each time; noise may be added to them."""
 
-    def __init__(self, like: Mapping[str, Tensor]) -> None:
-        self.like, self.seeds = like, {name: k for k, name in enumerate(like)}
+    def __init__(self, like: Mapping[str, Tensor], noise: float = 0.0) -> None:
+        self.like, self.seeds, self.noise = like, {name: k for k, name in enumerate(like)}, noise
 
     def __getitem__(self, name: str) -> Tensor:
         like, generator = self.like[name], torch.Generator().manual_seed(self.seeds[name])
-        return torch.randn(like.shape, generator=generator).mul_(0.02).to(like.dtype)
+        drawn = torch.randn(like.shape, generator=generator)
+        if self.noise:
+            drawn.add_(torch.randn(like.shape, generator=generator), alpha=self.noise)
+        return drawn.mul_(_DEVIATION).to(like.dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.like)
@@ -128,7 +155,7 @@ def plant(case: Case, folder: Path) -> dict[str, Any]:
     names = [names[0] for names in graph.aliases.values()]
     element = random_permutation(graph, generator=torch.Generator().manual_seed(1))
     write_shards(folder / "one", Drawn(like), names)
-    write_shards(folder / "two", Permuted(graph, element, Drawn(like)), names)
+    write_shards(folder / "two", Permuted(graph, element, Drawn(like, case.noise)), names)
     write_safetensors(folder / "element.safetensors", Move(permutation=element).flat())
     weights = sum(like[n].numel() for n in names)
     return {
@@ -177,23 +204,26 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     if "align" in case.commands:
         found["align"] = run_command(["align", *files, *case.words(), "--out", str(folder / "aligned")])
         aligned = sorted((folder / "aligned").glob("*.index.safetensors"))
-        found["align"]["entries that differ"] = differing(folder / "one", aligned[-1])
+        found["align"]["entries that differ"] = differing(folder / "one", aligned[-1], case.noise)
         files = list(map(str, aligned))
     found["merge"] = run_command(["merge", *files, *case.words(), "--out", str(folder / "merged.safetensors")])
-    found["merge"]["entries that differ"] = differing(folder / "one", folder / "merged.safetensors")
+    found["merge"]["entries that differ"] = differing(folder / "one", folder / "merged.safetensors", case.noise)
     return found
 
 
-def differing(one: Path, other: Path) -> int:
-    """How many entries of two networks differ."""
+def differing(one: Path, other: Path, noise: float) -> int:
+    """How many entries of two networks differ, by more than eight deviations of noise in a mean if there is some."""
     a, b = (open_state(path) for path in (next(one.glob("*.index.json")), other))
-    return sum(int((a[name] != b[name]).sum()) for name in a)
+    most = 4 * _DEVIATION * noise
+    return sum(
+        int(((p - q).abs() > most + noise * p.abs()).sum()) for p, q in ((a[n].float(), b[n].float()) for n in a)
+    )
 
 
 def run(settings: Settings) -> Section:
-    """The decoder, of which nothing is left on disk; a small one for a quick run."""
+    """The large networks, of which nothing is left on disk; a small one for a quick run."""
     found = []
-    for case in [SMALL] if settings.quick else [DECODER]:
+    for case in [SMALL] if settings.quick else [DECODER, UNET]:
         with tempfile.TemporaryDirectory() as folder:
             found.append(measure(case, Path(folder)))
         settings.say(f"{case.name}: {found[-1]}")
@@ -238,5 +268,5 @@ def section(found: list[dict[str, Any]]) -> Section:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    chosen = next(case for case in (DECODER, SMALL) if case.name == sys.argv[1])
+    chosen = next(case for case in (DECODER, UNET, SMALL) if case.name == sys.argv[1])
     print(json.dumps(plant(chosen, Path(sys.argv[2]))))

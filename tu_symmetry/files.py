@@ -277,7 +277,22 @@ def stamp(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class TensorFile(Mapping[str, Tensor]):
+class Views(Mapping[str, Tensor]):
+    """Tensors by name, each read or made when it is asked for, and not when it is asked if there is such a name."""
+
+    _held: Mapping[str, Any]  # has the names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class TensorFile(Views):
     """The tensors of a safetensors file, each read when it is asked for, into aligned memory of its own.
 
     The safetensors library maps the file: one tensor keeps the memory of all, and products of factors that lie
@@ -288,7 +303,8 @@ class TensorFile(Mapping[str, Tensor]):
         self.path = Path(path)
         self._stamp = stamp(self.path)
         self.header = check_file(path)
-        self.layouts, self._metadata = self.header.layout, self.header.modules
+        self.layouts = self._held = self.header.layout
+        self._metadata = self.header.modules
 
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self.header.layout[name]
@@ -303,12 +319,6 @@ class TensorFile(Mapping[str, Tensor]):
             if not whole or stamp(self.path) != self._stamp:
                 raise FileError(f"{self.path} was changed while it was read; make sure that nothing writes to it")
         return content
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.header.layout)
-
-    def __len__(self) -> int:
-        return len(self.header.layout)
 
 
 def open_safetensors(path: AnyPath) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 _SMALL = 1 << 29  # bytes that are not worth asking about
 _UNKNOWN = 16 << 30  # free memory where the system does not tell
+_MMAP_THRESHOLD, _BLOCK = -3, 1 << 20  # glibc's M_MMAP_THRESHOLD; the size from which blocks go back one by one
 _GROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
 
@@ -33,6 +36,15 @@ def require_memory(needed: int, device: torch.device, what: str, instead: str) -
             f"{what} needs about {needed / 2**30:.1f} GiB at its peak, and {free / 2**30:.1f} GiB are free on "
             f"{device}; {instead}"
         )
+
+
+def give_back() -> None:
+    """Have the C library return freed blocks of tensors' sizes to the system at once, where it is glibc.
+
+    By its own rule it comes to keep blocks of up to 32 MB, among which holes remain that nothing fits into.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another C library, or Windows
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _BLOCK)
 
 
 def _of_the_machine() -> int | None:

@@ -10,14 +10,14 @@ import json
 import math
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from tu_symmetry.files import SUFFIXES, FileError, read_archive, stamp
+from tu_symmetry.files import SUFFIXES, FileError, Views, read_archive, stamp
 
 INDEX = ".index.json"
 _METADATA, _PART = ".metadata", ".distcp"
@@ -98,7 +98,7 @@ class _Reader(pickle._Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no such checkpoint holds")
 
 
-class TensorFolder(Mapping[str, Tensor]):
+class TensorFolder(Views):
     """The tensors of a folder of ``torch.distributed.checkpoint``, each put together when it is asked for.
 
     Names are the keys of the nested dict that was saved, joined by dots. What is no tensor, and what stands under a
@@ -157,12 +157,6 @@ class TensorFolder(Mapping[str, Tensor]):
                 "checkpoint, or not dense; copy the folder again, or save dense weights"
             )
         return tensor.detach().contiguous()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
 
 
 def _checked(name: str, entry: Any, stored: Mapping[Any, Any]) -> tuple[tuple[int, ...], torch.dtype, dict[Any, Any]]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.files import FileError, TensorFile, layouts_of, read_archive
+from tu_symmetry.files import FileError, TensorFile, Views, layouts_of, read_archive
 from tu_symmetry.modules import is_source, state_of, states_of
 from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.shards import INDEX, TensorFolder, shards_of
@@ -305,7 +305,7 @@ def reads_singly(network: Any) -> bool:
     return path is not None and (path.suffix == _SUFFIX or path.name.endswith(INDEX) or path.is_dir())
 
 
-class _View(Mapping[str, Tensor]):
+class _View(Views):
     """Tensors of other mappings under names of its own, each read when it is asked for."""
 
     def __init__(self, held: Mapping[str, tuple[Mapping[str, Tensor], str]], given: State) -> None:
@@ -317,12 +317,6 @@ class _View(Mapping[str, Tensor]):
         source, own = self._held[name]
         with _named():
             return source[own]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
 
 
 def _renamed(state: Mapping[str, Tensor], prefix: str) -> _View:

@@ -19,6 +19,9 @@ from tu_symmetry.alignment import matching
 from tu_symmetry.checkpoints.align import align_files
 from tu_symmetry.checkpoints.architecture import Architecture
 from tu_symmetry.checkpoints.merge import merge_files
+from tu_symmetry.files import TensorFile
+from tu_symmetry.states import open_state
+from tu_symmetry.symmetry.action import Permuted
 from tu_symmetry.symmetry.running import probe
 
 
@@ -104,3 +107,13 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 
     found: Any = killed_at_any_write(run)
     assert len(found) >= 8
+
+
+def test_a_question_for_a_name_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a file has a name is known without its tensor; :class:`Mapping` would read it."""
+    files, _ = write(tmp_path)
+    state = open_state(files[0])
+    monkeypatch.setattr(TensorFile, "__getitem__", lambda self, name: pytest.fail(f"{name} was read"))
+    graph = tus.discover_symmetries(Layers(), torch.randn(2, 6))
+    permuted = Permuted(graph, {}, state)
+    assert all(name in state and name in permuted for name in state) and "none" not in permuted

@@ -78,9 +78,11 @@ def check_pair(graph: SymmetryGraph, reference_state: Mapping[str, Tensor], stat
     """Raise unless the graph is verified and both are states of one network each, without NaN or infinite weights."""
     graph.require_verified()
     for name, one in (("reference_state", reference_state), ("state", state)):
-        require_state(one, name)
-        sums = [torch.isfinite(t.detach().sum()) for t in one.values() if not t.is_meta]
-        finite = all(numbers(sums))  # a finite sum has finite terms only
+        finite = False
+        if not hasattr(one, "layouts"):  # a view is read once, as it is checked
+            require_state(one, name)
+            sums = [torch.isfinite(t.detach().sum()) for t in one.values() if not t.is_meta]
+            finite = all(numbers(sums))  # a finite sum has finite terms only
         if graph.check_state(one, name=name, finite=not finite):
             raise SymmetryError(
                 f"{name} is a stack of states with leading sample axes, and matching compares two networks; "
@@ -101,6 +103,18 @@ def inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str,
 
 def _inner_product(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     return sum(numbers([torch.dot(p.reshape(-1), q.reshape(-1)) for p, q in _parameter_pairs(graph, a, b)]))
+
+
+def _compared(graph: SymmetryGraph, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> tuple[float, float, float]:
+    """Inner product of two states' parameters, their distance, and the product of their norms, in one pass."""
+    found: list[Tensor] = []
+    for p, q in ((p.reshape(-1), q.reshape(-1)) for p, q in _parameter_pairs(graph, a, b)):
+        difference = p - q
+        found += [torch.dot(x, y) for x, y in ((p, q), (difference, difference), (p, p), (q, q))]
+    terms = numbers(found)
+    product, *squares = (sum(terms[k::4]) for k in range(4))
+    distance, one, other = map(math.sqrt, squares)
+    return product, distance, one * other
 
 
 def _parameter_pairs(
@@ -151,11 +165,10 @@ def weight_matching(
     if init is not None:
         check_permutation(init)
         init = {name: p.cpu() for name, p in init.items()}
-    given = reference_state, state
-    reference_state, state = widened(graph, *given)
-    before = weight_distance(graph, *given)
+    reference_state, state = widened(graph, reference_state, state)
+    product, before, norms = _compared(graph, reference_state, state)
     if not graph.permutations:
-        return Matching({}, _inner_product(graph, reference_state, state), 0, True, before, before)
+        return Matching({}, product, 0, True, before, before)
     similarities = WeightSimilarities.of(graph, reference_state, state, kept=kept)
     permuted = permute_tensors if kept else Permuted
 
@@ -164,22 +177,22 @@ def weight_matching(
 
     identity = identity_permutation(graph)
     start = identity | (init or {})
-    least = _ROUNDING * math.prod(_inner_product(graph, one, one) ** 0.5 for one in (reference_state, state))
+    least = _ROUNDING * norms
     iterations = 0
     if solver == "frank_wolfe":
         relaxed, iterations = frank_wolfe(similarities.products)
         start = start | relaxed
     permutation, sweeps, converged = descend(similarities, similarities.plan.families, start, generator)
-    if solver == "frank_wolfe" and value(permutation) < value(identity) - least:  # it moved away: start from there
-        permutation, more, converged = descend(similarities, similarities.plan.families, identity, generator)
-        sweeps += more
     if solver == "descent" and look_again:
         permutation, more = _look_again(similarities, start, permutation, value, least)
         sweeps += more
-    objective = value(permutation)
+    objective, after, _ = _compared(graph, reference_state, permuted(graph, permutation, state))
+    if solver == "frank_wolfe" and objective < product - least:  # it moved away: start from there
+        permutation, more, converged = descend(similarities, similarities.plan.families, identity, generator)
+        sweeps += more
+        objective, after, _ = _compared(graph, reference_state, permuted(graph, permutation, state))
     if not math.isfinite(objective):
         raise SymmetryError("the products of these weights leave the range of float64, as those of diverged runs do")
-    after = weight_distance(graph, given[0], permuted(graph, permutation, given[1]))
     return Matching(permutation, objective, iterations + sweeps, converged, before, after)
 
 

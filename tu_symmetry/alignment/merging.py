@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -29,7 +29,7 @@ from tu_symmetry.alignment.networks import Network, Networks, StateSource
 from tu_symmetry.alignment.over import Over, check_over
 from tu_symmetry.alignment.repair import Correction, batchnorm_layers, correct
 from tu_symmetry.evaluation import reusable
-from tu_symmetry.files import layouts_of
+from tu_symmetry.files import Views, layouts_of
 from tu_symmetry.processes import by_first, gathered, rank, shared
 from tu_symmetry.reporting.brief import Brief
 from tu_symmetry.states import State, as_given, check_number, open_state, read_state, require_alike
@@ -416,7 +416,7 @@ def _average(networks: StateSource, shares: Sequence[float], tell: Callable[[int
     return mean
 
 
-class Mean(Mapping[str, Tensor]):
+class Mean(Views):
     """The mean of :func:`_average`, of which each tensor is made when it is asked for."""
 
     def __init__(self, networks: StateSource, shares: Sequence[float]) -> None:
@@ -424,6 +424,7 @@ class Mean(Mapping[str, Tensor]):
         self._parts = [(networks.open(k), ratio) for k, ratio in enumerate(ratios) if shares[k] > 0]
         first = self._parts[0][0]
         self.as_given, self.layouts = as_given(first, {}), layouts_of(first)
+        self._held = self.layouts
 
     def __getitem__(self, name: str) -> Tensor:
         mean: Tensor | None = None
@@ -431,12 +432,6 @@ class Mean(Mapping[str, Tensor]):
             mean = _towards(mean, network[name], ratio)
         assert mean is not None
         return mean.to(self.layouts[name][1])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.layouts)
-
-    def __len__(self) -> int:
-        return len(self.layouts)
 
 
 def _towards(mean: Tensor | None, tensor: Tensor, ratio: float) -> Tensor:

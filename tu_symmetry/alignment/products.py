@@ -7,7 +7,7 @@ A tensor that is moved along two axes has a Gram matrix between units along the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from tu_symmetry.alignment.gram import (
     trainable_members,
     working,
 )
+from tu_symmetry.files import Views
 from tu_symmetry.symmetry.action import Permuted, permute_axis, permute_tensors
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.groups import PermutationGroup
@@ -253,21 +254,15 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     total.addmm_(left.reshape(-1, left.shape[-1]).T, right.reshape(-1, right.shape[-1]))
 
 
-class Each(Mapping[str, Tensor]):
+class Each(Views):
     """Some tensors of a state, each of them changed when it is asked for."""
 
     def __init__(self, state: Mapping[str, Tensor], names: Collection[str], change: Callable[[Tensor], Tensor]) -> None:
-        self.state, self.names, self.change = state, [name for name in state if name in names], change
-        self.like = self[self.names[0]].new_empty(0)
+        self.state, self.change, self._held = state, change, dict.fromkeys(name for name in state if name in names)
+        self.like = self[next(iter(self))].new_empty(0)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.change(self.state[name].detach())
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
 
 
 class WeightSimilarities:

@@ -45,12 +45,14 @@ class RelaxedPair:
             made[torch.arange(units, device=like.device), source] += share
         return made
 
-    def similarity(self, group: str, kinds: Sequence[int] = (0, 1, 2)) -> list[Tensor]:
-        """Some of the three sums of a group at the matrices of all others."""
-        if group in self.similarities:
-            return [self.similarities[group][kind] for kind in kinds]
-        points: list[tuple[float, Orders | None]] = [(share, orders) for share, _, orders in self.path]
-        return self.products.mixed(group, [*points, (self.rest, None)] if self.rest else points, kinds)
+    def similarity(self, group: str) -> Sequence[Tensor]:
+        """The three sums of a group at the matrices of all others."""
+        return self.similarities.get(group) or self.products.mixed(group, self._points())
+
+    def _points(self, sign: int = 1) -> list[tuple[float, Orders | None]]:
+        """What the point is a mean of, as :meth:`.PairProducts.mixed` takes it."""
+        points: list[tuple[float, Orders | None]] = [(sign * share, orders) for share, _, orders in self.path]
+        return [*points, (sign * self.rest, None)] if self.rest else points
 
     def _pieces(self) -> list[list[Family]]:
         """Families whose matrices are in memory together."""
@@ -93,10 +95,9 @@ class RelaxedPair:
         for group in self.plan.sizes:
             if self.products.kept:
                 ends[group] = self.products.sums(group, orders)
-                end = ends[group][1]
+                change = ends[group][1] - self.similarities[group][1]
             else:
-                (end,) = self.products.mixed(group, [(1.0, orders)], (1,))
-            change = end - self.similarity(group, (1,))[0]
+                (change,) = self.products.mixed(group, [(1.0, orders), *self._points(-1)], (1,))
             parts.append(change[rows[group], there[group]].sum(dtype=torch.float64))
             parts.append(torch.dot(change.reshape(-1), self.matrix(group).reshape(-1)).double())
         terms = numbers(parts)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from tu_symmetry.configs import ConfigError, parse_assignments, resolve
 from tu_symmetry.files import SUFFIXES
+from tu_symmetry.memory import give_back
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.symmetry.tracing import batch_axis_missing
@@ -69,6 +70,7 @@ class Architecture:
                 f"the network of --narrow {' '.join(self.narrow)} has tensors of other names than {self.model}; change "
                 "widths alone, and no number of layers"
             )
+        give_back()  # what follows goes tensor by tensor
         return replace(graph, narrow=narrow)
 
     def _run(self, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tu_symmetry.files import layouts_of
+from tu_symmetry.files import Views, layouts_of
 from tu_symmetry.states import SymmetryError, as_given
 from tu_symmetry.symmetry.elements import (
     LogScale,
@@ -83,27 +83,21 @@ def _pieces(tensor: Tensor, axis: int | None) -> Iterator[tuple[Tensor, slice]]:
         yield tensor if axis is None else tensor.narrow(axis, start, rows.stop - start), rows
 
 
-class Permuted(Mapping[str, Tensor]):
+class Permuted(Views):
     """Tensors of a network with permuted units, each permuted when it is asked for (and read from a file, say)."""
 
     def __init__(self, graph: SymmetryGraph, permutation: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+        self._held = tensors
         self.as_given = getattr(tensors, "as_given", tensors)  # of whose type states made of this are
         self._steps = _steps(graph, permutation, tensors, read=False)
 
     @property
     def layouts(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor, which no permutation changes."""
-        return layouts_of(self._tensors)
+        return layouts_of(self._held)
 
     def __getitem__(self, name: str) -> Tensor:
-        return _stepped(self._tensors[name], self._steps.get(name, ()))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
+        return _stepped(self._held[name], self._steps.get(name, ()))
 
 
 Step = tuple[PermutationMember, Tensor, int]  # see permute_axis

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tu_symmetry.files import layouts_of
+from tu_symmetry.files import Views, layouts_of
 from tu_symmetry.states import SymmetryError
 from tu_symmetry.symmetry.copies import copied, sharing, switches, valueless
 from tu_symmetry.symmetry.running.precision import ALMOST_ZERO, Exactly, WrittenTo
@@ -185,26 +185,20 @@ class Probe:
         return [t.clone() for t in tensors_of(output)]
 
 
-class _Noisy(Mapping[str, Tensor]):
+class _Noisy(Views):
     """A copy of a view with relative noise on its weights, of which each tensor is made when it is asked for."""
 
     def __init__(
         self, state: Mapping[str, Tensor], noise: float, generator: torch.Generator, rounding: Mapping[str, float]
     ) -> None:
-        self._state, self._noise, self._rounding = state, noise, rounding
+        self._held, self._noise, self._rounding = state, noise, rounding
         seeds = torch.randint(2**31, (len(state),), generator=generator, device="cpu")
         self._seeds, self.layouts = dict(zip(state, seeds.tolist(), strict=True)), layouts_of(state)
 
     def __getitem__(self, name: str) -> Tensor:
-        noisy, generator = {name: _wide(self._state[name])}, torch.Generator().manual_seed(self._seeds[name])
+        noisy, generator = {name: _wide(self._held[name])}, torch.Generator().manual_seed(self._seeds[name])
         perturb_(noisy, self._noise, generator, self._rounding)
         return noisy[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
-
-    def __len__(self) -> int:
-        return len(self._state)
 
 
 def examples_of(example_inputs: ExampleInputs, example_kwargs: ExampleKwargs = None) -> list[Example]:
