@@ -100,10 +100,10 @@ def same(one: Any, other: Any) -> None:
     assert not different
 
 
-def curves(folder: Path) -> dict[str, Any]:
-    """Whatever was logged, all parts of a run together."""
+def curves(folder: Path) -> dict[str, str]:
+    """Whatever was logged, all parts of a run together, written out: NaN, of too few draws, is like NaN."""
     names = set().union(*(path.read_text().splitlines()[0].split(",") for path in folder.rglob("metrics.csv")))
-    return {name: logged_curve(folder, name) for name in names - {"step"}}
+    return {name: repr(logged_curve(folder, name)) for name in names - {"step"}}
 
 
 # within an epoch, at an epoch's end, and before a validation; or before any batch
