@@ -97,15 +97,9 @@ def _tensors(node: torch.fx.Node) -> list[Tensor]:
 
 
 def _sizes(node: torch.fx.Node) -> list[Any]:
-    """The sizes of the results, and for a view the lengths of the pieces that come to stand in other axes.
-
-    The kernels that convolutions alone read meet no other axes.
-    """
+    """The sizes of the results, and for a view the lengths of the pieces that come to stand in other axes."""
     results = _tensors(node)
-    kernel = node.op == "placeholder" and all(
-        "conv" in str(user.target) and node not in user.args[:1] for user in node.users
-    )
-    sizes: list[Any] = [n for t in results for n in (t.shape[:2] if kernel else t.shape)]
+    sizes: list[Any] = [n for t in results for n in t.shape]
     if results and "same" in traits_of(node):
         shapes = _tensors(node.all_input_nodes[0])[0].shape, results[0].shape
         ends = sorted({math.prod(shape[k:]) for shape in shapes for k in range(len(shape) + 1)})
@@ -196,9 +190,9 @@ def resized(example: Example) -> Iterator[tuple[Example, ...]]:
 
 
 def _others(size: int) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(n for n in dict.fromkeys(some) if n != size) for some in ((2 * size, size + 1), (size // 2, size - 1))
-    )
+    """Larger sizes and smaller ones; what 0 doubled or halved is, is none."""
+    every = (2 * size, size + 1), (size // 2, size - 1)
+    return tuple(tuple(n for n in dict.fromkeys(some) if n != size) for some in every)
 
 
 def held_constants(module: torch.fx.GraphModule, inputs: tuple[Any, ...]) -> dict[torch.fx.Node, Any]:
