@@ -7,6 +7,7 @@ torch's own error is raised deep inside a computation, or not at all.
 from __future__ import annotations
 
 import copy
+import math
 import numbers
 import os
 from collections import OrderedDict
@@ -27,6 +28,7 @@ State = dict[str, Tensor]
 States = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]  # a stack, or a list
 _SUFFIX = ".safetensors"
 _EXPANDED, _FREE = 16, 1 << 24  # how much larger than their file tensors may be, and bytes that any file may have
+_HELD = 1 << 29  # bytes of a network that is read at once
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -303,6 +305,14 @@ def reads_singly(network: Any) -> bool:
     """Whether :func:`open_state` reads a network's tensors when they are asked for, and not all of them at once."""
     path = Path(network) if isinstance(network, (str, os.PathLike)) else None
     return path is not None and (path.suffix == _SUFFIX or path.name.endswith(INDEX) or path.is_dir())
+
+
+def read_once(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A state, read at once if it is small: what asks for its tensors many times does not read them each time."""
+    layouts = getattr(state, "layouts", None)
+    if layouts is None or sum(math.prod(shape) * dtype.itemsize for shape, dtype in layouts.values()) > _HELD:
+        return state
+    return as_given(state, dict(state))
 
 
 class _View(Views):

@@ -18,7 +18,7 @@ from tu_symmetry.alignment.moves import Move, move_tensors, moved
 from tu_symmetry.alignment.networks import StateSource
 from tu_symmetry.alignment.over import Descend, Match, Over, compared, matchers
 from tu_symmetry.processes import by_first, shared
-from tu_symmetry.states import State, as_given
+from tu_symmetry.states import State, as_given, read_once
 from tu_symmetry.symmetry.action import compose_signed, invert_signed, signed_tensors
 from tu_symmetry.symmetry.elements import SignedPermutation, identity_permutation
 from tu_symmetry.symmetry.graph import SymmetryGraph
@@ -92,7 +92,7 @@ def find_target(
     if not isinstance(reference, str):
         target = Target(graph, moved(graph, compared(graph, reference, over), reference), match)
     elif reference == "first":
-        target = Target(graph, networks.open(0), match, {0: _still(graph)}, 0)
+        target = Target(graph, read_once(networks.open(0)), match, {0: _still(graph)}, 0)
     elif reference == "medoid":
         target = _medoid(graph, networks, match, progress)
     else:

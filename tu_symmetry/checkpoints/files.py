@@ -33,7 +33,7 @@ from tu_symmetry.processes import by_first, gathered, shared
 from tu_symmetry.remote import is_remote, local_copies
 from tu_symmetry.reporting.progress import Track, Tracker
 from tu_symmetry.shards import files_of, is_part
-from tu_symmetry.states import SymmetryError
+from tu_symmetry.states import SymmetryError, read_once
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 FORMAT = "tu_symmetry.aligned"
@@ -131,9 +131,10 @@ def output_names(checkpoints: Sequence[Path]) -> list[str]:
 def open_checkpoint(graph: SymmetryGraph, path: Path, prefix: str) -> Mapping[str, Tensor]:
     """A network of the graph's architecture; a file without any name that has the prefix is read as it is.
 
-    All tensors are looked at, one after the other; those of safetensors files are read again when they are asked for.
+    All tensors are looked at, one after the other; those of large safetensors files are read again when they are asked
+    for.
     """
-    state = StateSource([path], prefix=prefix).open(0)
+    state = read_once(StateSource([path], prefix=prefix).open(0))
     try:
         stacked = graph.check_state(state, name=str(path))
     except SymmetryError as error:

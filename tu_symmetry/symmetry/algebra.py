@@ -18,6 +18,7 @@ Array = NDArray[np.int64]
 Label = tuple[Array, ...]
 Term = tuple[float, Array]
 
+_MOST_CODES = 2**63  # numbers that int64 holds
 ZERO = 0  # the scale variable that is always zero
 
 
@@ -125,7 +126,13 @@ def distinct(values: Array) -> Array:
 
 
 def distinct_rows(rows: Array) -> Array:
-    """The distinct rows of integers, in lexicographic order."""
+    """The distinct rows of integers, in lexicographic order; as numbers of their own where int64 holds these."""
+    if len(rows):
+        least = rows.min(axis=0)
+        spans = [b - a + 1 for a, b in zip(least.tolist(), rows.max(axis=0).tolist(), strict=True)]
+        if math.prod(spans) < _MOST_CODES:
+            codes = distinct(np.ravel_multi_index(tuple((rows - least).T), spans))
+            return np.stack(np.unravel_index(codes, spans), axis=1) + least
     rows = rows[np.lexsort(rows.T[::-1])]
     return rows[np.append(True, (rows[1:] != rows[:-1]).any(axis=1))] if len(rows) else rows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +38,7 @@ class ScaleSystem:
         self.sign: Floats = np.ones(self.count)
         self._ties: list[tuple[Array, Array, NDArray[np.bool_]]] = []  # variables that are equal, or each other's minus
         self._zero: list[Array] = [np.array([ZERO])]
-        self.derived: dict[int, Expression] = {}
-        self._users: defaultdict[int, set[int]] = defaultdict(set)
         self._solve(ledger.constraints)
-        depth = max((len(terms) for terms in self.derived.values()), default=0)
-        self._is_derived = np.zeros(self.count, dtype=bool)
-        self._part = np.zeros((depth, self.count), dtype=np.int64)
-        self._factor = np.zeros((depth, self.count))
-        for variable, terms in self.derived.items():
-            self._is_derived[variable] = True
-            for k, (coefficient, other) in enumerate(terms):
-                self._part[k, variable], self._factor[k, variable] = other, coefficient
 
     def _update(self) -> None:
         """Signed union-find: the nodes are +v (number v) and -v (number v + count)."""
@@ -133,54 +123,79 @@ class ScaleSystem:
         return solved, acted
 
     def _eliminate(self, constraints: Sequence[tuple[Term, ...]]) -> None:
-        """Express one variable of each remaining sum by the others, or pin the sum."""
-        rows: list[dict[int, float]] = []
+        """Express one variable of each remaining sum by the others, or pin the sum.
+
+        Sums fall into parts that share no variable, which are often alike but for its number (one unit's and the next
+        one's): one of those is solved for all.
+        """
+        self._is_derived = np.zeros(self.count, dtype=bool)
+        found: list[tuple[int, Array, Array, float]] = []  # the k-th term of what is derived
+        for variables, sums, rank in self._parts(*self._long_sums(constraints)):
+            for column, terms in _Elimination(sums, rank, self.signs).derived.items():
+                self._is_derived[variables[:, column]] = True
+                found += [(k, variables[:, column], variables[:, other], c) for k, (c, other) in enumerate(terms)]
+        depth = max((k + 1 for k, *_ in found), default=0)
+        self._part = np.zeros((depth, self.count), dtype=np.int64)
+        self._factor = np.zeros((depth, self.count))
+        for k, own, other, factor in found:
+            self._part[k, own], self._factor[k, own] = other, factor
+
+    def _long_sums(self, constraints: Sequence[tuple[Term, ...]]) -> tuple[Array, Array, Floats]:
+        """The sums of more than two variables: of each entry the number of its sum, its variable, its coefficient."""
         reduced = (one for constraint in constraints for one in self._reduced(constraint))
         distinct = {(roots.tobytes(), weights.tobytes()): (roots, weights) for roots, weights in reduced}
+        number, variable, weight = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
+        count = 0
         for roots, weights in distinct.values():  # passes say the same of the same weights
             longer = (weights != 0).sum(axis=0) > 2
-            for variables, factors in zip(roots[:, longer].T.tolist(), weights[:, longer].T.tolist(), strict=True):
-                row: dict[int, float] = defaultdict(float)
-                for variable, factor in zip(variables, factors, strict=True):
-                    row[variable] += factor
-                rows.append({variable: factor for variable, factor in row.items() if factor})
-        members = np.bincount(self.root, minlength=self.count)
-        for row in rows:
-            current = self._substitute(row)
-            pivots = [v for v, w in current.items() if abs(w) == 1.0 and v not in self.derived]
-            if pivots:
-                pivot = min(pivots, key=lambda v: (int(members[v]), -v))
-                weight = current.pop(pivot)
-                self._define(pivot, self._collect([(-w / weight, v) for v, w in current.items()]))
-            else:
-                for v in current:
-                    self._define(v, [])
+            roots, weights = roots[:, longer].T, weights[:, longer].T
+            here = weights != 0
+            number.append(count + np.nonzero(here)[0])
+            variable.append(roots[here])
+            weight.append(weights[here])
+            count += len(roots)
+        return np.concatenate(number), np.concatenate(variable), np.concatenate(weight)
 
-    def _substitute(self, row: Mapping[int, float]) -> dict[int, float]:
-        terms: Expression = []
-        for variable, weight in row.items():
-            if variable in self.derived:
-                terms += [(weight * c, v) for c, v in self.derived[variable]]
-            elif variable != ZERO:
-                terms.append((weight, variable))
-        return {v: c for c, v in self._collect(terms)}
+    def _parts(
+        self, number: Array, variable: Array, weight: Floats
+    ) -> Iterator[tuple[Array, list[dict[int, float]], Array]]:
+        """Parts of sums that are alike: their variables ``[parts, n]``, the sums of columns of these, and their ranks.
 
-    def _define(self, variable: int, expression: Expression) -> None:
-        """Replace a variable by an expression in free ones, in every expression that uses it."""
-        for known in self._users.pop(variable, ()):
-            terms = self.derived[known]
-            self.derived[known] = self._collect(
-                [(c, v) for c, v in terms if v != variable]
-                + [(c * w, u) for c, v in terms if v == variable for w, u in expression]
-            )
-            for _, u in expression:
-                self._users[u].add(known)
-        self.derived[variable] = expression
-        for _, u in expression:
-            self._users[u].add(variable)
-
-    def _collect(self, terms: Expression) -> Expression:
-        return _collect([(c % 2 if self.signs else c, v) for c, v in _collect(terms)])
+        Of a sum that variable is to go first which the fewest others equal.
+        """
+        held, entry = np.unique(variable, return_inverse=True)
+        if not len(held):
+            return
+        first = entry[np.searchsorted(number, number)]  # of the sum that an entry belongs to
+        edges = coo_array((np.ones(len(entry), dtype=bool), (entry, first)), shape=(len(held), len(held)))
+        _, part = connected_components(edges, directed=False)
+        order = np.argsort(part[entry], kind="stable")
+        number, entry, weight = number[order], entry[order], weight[order]
+        met = np.argsort(np.unique(entry, return_index=True)[1])  # by first entries: those of a part stand together
+        column, rank = np.empty_like(met), np.empty_like(met)
+        column[met] = np.arange(len(met))
+        part, held, entry = part[met], held[met], column[entry]
+        equal = np.bincount(self.root, minlength=self.count)[held]
+        rank[np.lexsort((-held, equal, part))] = np.arange(len(met))
+        starts = np.flatnonzero(np.diff(part, prepend=-1))
+        begin = np.repeat(starts, np.diff(starts, append=len(part)))  # for each variable, of its part
+        cuts = np.flatnonzero(np.diff(begin[entry], prepend=-1)).tolist()
+        begins = np.diff(number, prepend=-1) != 0
+        entry, rank = entry - begin[entry], rank - begin
+        alike: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
+        bounds = list(
+            zip(starts.tolist(), [*starts[1:].tolist(), len(part)], cuts, [*cuts[1:], len(entry)], strict=True)
+        )
+        for k, (a, b, c, d) in enumerate(bounds):
+            told = rank[a:b], entry[c:d], weight[c:d], begins[c:d]
+            alike[tuple(piece.tobytes() for piece in told)].append(k)
+        for same in alike.values():
+            a, b, c, d = bounds[same[0]]
+            sums: list[dict[int, float]] = [{} for _ in range(int(begins[c:d].sum()))]
+            which = (np.cumsum(begins[c:d]) - 1).tolist()
+            for k, own, coefficient in zip(which, entry[c:d].tolist(), weight[c:d].tolist(), strict=True):
+                sums[k][own] = coefficient
+            yield held[starts[same][:, None] + np.arange(b - a)], sums, rank[a:b]
 
     def expand(self, scale: tuple[Term, ...], ndim: int) -> Terms:
         """A log-scale in free variables only: terms (coefficient, roots; ZERO where there is none)."""
@@ -200,6 +215,51 @@ class ScaleSystem:
                         result.append((value, np.where(total == value, part, ZERO)))
         laid = [(c, v.reshape((1,) * (ndim - v.ndim) + v.shape)) for c, v in result]
         return [(c, v) for c, v in tidy(_cancelled(laid)) if c % 2] if self.signs else tidy(laid)
+
+
+class _Elimination:
+    """Sums of few variables, of which each expresses one by the others; those of which none can go are zero."""
+
+    def __init__(self, sums: Sequence[Mapping[int, float]], rank: Array, signs: bool) -> None:
+        self.signs = signs
+        self.derived: dict[int, Expression] = {}
+        self._users: defaultdict[int, set[int]] = defaultdict(set)
+        for row in sums:
+            current = self._substitute(row)
+            pivots = [v for v, w in current.items() if abs(w) == 1.0 and v not in self.derived]
+            if pivots:
+                pivot = min(pivots, key=rank.__getitem__)
+                weight = current.pop(pivot)
+                self._define(pivot, self._collect([(-w / weight, v) for v, w in current.items()]))
+            else:
+                for v in current:
+                    self._define(v, [])
+
+    def _substitute(self, row: Mapping[int, float]) -> dict[int, float]:
+        terms: Expression = []
+        for variable, weight in row.items():
+            if variable in self.derived:
+                terms += [(weight * c, v) for c, v in self.derived[variable]]
+            else:
+                terms.append((weight, variable))
+        return {v: c for c, v in self._collect(terms)}
+
+    def _define(self, variable: int, expression: Expression) -> None:
+        """Replace a variable by an expression in free ones, in every expression that uses it."""
+        for known in self._users.pop(variable, ()):
+            terms = self.derived[known]
+            self.derived[known] = self._collect(
+                [(c, v) for c, v in terms if v != variable]
+                + [(c * w, u) for c, v in terms if v == variable for w, u in expression]
+            )
+            for _, u in expression:
+                self._users[u].add(known)
+        self.derived[variable] = expression
+        for _, u in expression:
+            self._users[u].add(variable)
+
+    def _collect(self, terms: Expression) -> Expression:
+        return _collect([(c % 2 if self.signs else c, v) for c, v in _collect(terms)])
 
 
 def _cancelled(terms: Terms) -> Terms:

@@ -12,7 +12,7 @@ import numpy as np
 
 from tu_symmetry.symmetry.algebra import distinct
 from tu_symmetry.symmetry.extraction.classes import FAR, resolve_classes
-from tu_symmetry.symmetry.extraction.coloring import Tag, color, combined
+from tu_symmetry.symmetry.extraction.coloring import Tag, color, combined, distinct_seen
 from tu_symmetry.symmetry.extraction.forest import Forest, Labels, lost_blocks, plant
 from tu_symmetry.symmetry.extraction.members import Contradiction, Reader
 from tu_symmetry.symmetry.groups import PermutationGroup, PermutationMember, Pin, unique
@@ -25,12 +25,14 @@ def permutation_groups(ledger: Ledger, order: Sequence[str]) -> tuple[list[Permu
     """The permutation groups, parents first, and the parameter axes that stay pinned."""
     ties, pins, tags = list(ledger.ties), list(ledger.pins), list[Tag]()  # more come up when blocks are looked at
     tag_of_unit = np.zeros(max(ledger.units, 1), dtype=np.uint64)
+    seen = list(ledger.seen)
     while True:
         classes = resolve_classes(ledger.units, ties, pins, ledger.bindings)
+        seen = distinct_seen(seen, combined(classes.of, tag_of_unit))
         labels = {
             name: tuple(classes.resolve(label) for label in value.labels) for name, value in ledger.parameters.items()
         }
-        coloring = color(ledger, classes, tags, tag_of_unit)
+        coloring = color(ledger, seen, classes, tags, tag_of_unit)
         before = len(pins)
         for rows, units in ledger.orders:
             own = classes.of[rows]
@@ -67,8 +69,8 @@ def _named(forest: Forest, members: Members, order: Sequence[str]) -> list[Permu
     """The nodes that move some parameter as groups, parents first, named by the module whose output the units are."""
     rank = {name: k for k, name in enumerate(order)}
 
-    def first(color: int) -> tuple[bool, int]:
-        return min((m.axis != 0, rank[m.parameter]) for m in members[color])
+    def first(color: int) -> tuple[bool, int, int]:
+        return min((m.axis != 0, rank[m.parameter], int(m.index.min())) for m in members[color])
 
     moving = [node for node in forest.nodes.values() if forest.proper(node) and members.get(node.color)]
     names: dict[int, str] = {}

@@ -83,9 +83,11 @@ def resolve_classes(count: int, ties: Ties, pins: Pins, bindings: Sequence[Bindi
     while True:
         number, of = joined(count, all_ties)
         pinned: dict[int, str] = {}
-        for units, reason in all_pins:
-            for c in distinct(of[units]).tolist():
-                pinned.setdefault(c, reason)
+        known = np.zeros(number, dtype=bool)
+        for units, reason in all_pins:  # the first reason counts
+            found = distinct(of[units])
+            pinned.update(dict.fromkeys(found[~known[found]].tolist(), reason))
+            known[found] = True
         bound = np.full(number, -1, dtype=np.int64)
         if not len(keys):
             return Classes(of, number, pinned, bound, rows)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tu_symmetry.symmetry.algebra import Array, Label, along, distinct, distinct_rows
+from tu_symmetry.symmetry.algebra import Array, Label, along, distinct, distinct_rows, tighten
 from tu_symmetry.symmetry.extraction.classes import Classes, Ties
 from tu_symmetry.symmetry.ledger import Ledger, Seen
 
@@ -21,20 +21,18 @@ Hash = NDArray[np.uint64]
 
 
 def mixed(x: Hash) -> Hash:
-    """The splitmix64 finalizer: near numbers become far ones."""
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    """The splitmix64 finalizer: near numbers become far ones. Arrays of no axes would warn that they overflow."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def combined(*parts: Array | Hash | int) -> Hash:
-    """One hash of several numbers (or arrays that broadcast), which depends on their order."""
-    total = np.zeros((), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for part in parts:
-            total = mixed(total * np.uint64(3) + np.asarray(part).astype(np.uint64))
+    """One hash of several numbers (or arrays that broadcast), which depends on their order; it has an axis at least."""
+    total = np.zeros(1, dtype=np.uint64)
+    for part in parts:
+        total = mixed(total * np.uint64(3) + np.asarray(part).astype(np.uint64))
     return total
 
 
@@ -62,11 +60,29 @@ class Coloring:
     reasons: Mapping[int, str]
 
 
-def color(ledger: Ledger, classes: Classes, tags: Sequence[Tag], tag_of_unit: Hash) -> Coloring:
+def distinct_seen(labels: Sequence[Seen], role: Hash) -> list[Seen]:
+    """One of the labels each that demand the same, where units of one ``role`` are one."""
+    known: dict[int, tuple[tuple[int, ...], bytes]] = {}
+
+    def told(component: Array) -> tuple[tuple[int, ...], bytes]:
+        if id(component) not in known:
+            held = tighten(np.where(component >= 0, role[np.maximum(component, 0)], component.astype(np.uint64)))
+            known[id(component)] = held.shape, held.tobytes()
+        return known[id(component)]
+
+    found: dict[tuple[Any, ...], Seen] = {}
+    for seen in labels:
+        own = [told(component) for component in seen.label]
+        outer = {k for shape, _ in own for k, n in enumerate(shape) if n > 1 and k != seen.axis}
+        found.setdefault((seen.axis, *own, *((k, *map(told, seen.others[k])) for k in sorted(outer))), seen)
+    return list(found.values())
+
+
+def color(ledger: Ledger, labels: Sequence[Seen], classes: Classes, tags: Sequence[Tag], tag_of_unit: Hash) -> Coloring:
     """Color classes by all demands, then refine by the colors of blocks and of what these hold."""
     total = np.zeros(classes.count, dtype=np.uint64)
     found: list[Array] = [np.empty((0, 3), dtype=np.int64)]
-    for number, seen in enumerate(ledger.seen):
+    for number, seen in enumerate(labels):
         found += _stand(total, classes, number, seen, tag_of_unit if tags else None)
     reasons = dict(classes.pinned)
     for number, mark in enumerate(ledger.marks):
@@ -84,8 +100,7 @@ def color(ledger: Ledger, classes: Classes, tags: Sequence[Tag], tag_of_unit: Ha
 def _add(total: Hash, component: Array, context: Hash) -> None:
     component, context = np.broadcast_arrays(component, context)
     moving = component >= 0
-    with np.errstate(over="ignore"):
-        np.add.at(total, component[moving], context[moving])
+    np.add.at(total, component[moving], context[moving])
 
 
 def _stand(total: Hash, classes: Classes, number: int, seen: Seen, tag_of_unit: Hash | None) -> list[Array]:
@@ -139,6 +154,8 @@ def _copies(component: Array, outer: Label, axis: int) -> Array:
     rank = np.zeros(size, dtype=np.int64)
     if not any(o.size > o.shape[axis] for o in outer):
         rows = np.stack([np.broadcast_to(o.reshape(-1), (size,)) for o in outer], axis=1)
+        if len(distinct_rows(rows)) == size:
+            return along(rank, axis, component.ndim)
         _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         inverse = inverse.reshape(-1)
         if len(first) < size and not (component == component.take(first[inverse], axis)).all():
@@ -154,9 +171,8 @@ def _refined(total: Hash, edges: Edges) -> Array:
     while len(edges.child):
         base = mixed(dense.astype(np.uint64))
         updated = base.copy()
-        with np.errstate(over="ignore"):
-            np.add.at(updated, edges.child, combined(base[edges.parent], edges.relation, 1))
-            np.add.at(updated, edges.parent, combined(base[edges.child], edges.relation, 2))
+        np.add.at(updated, edges.child, combined(base[edges.parent], edges.relation, 1))
+        np.add.at(updated, edges.parent, combined(base[edges.child], edges.relation, 2))
         refined, dense = np.unique(updated, return_inverse=True)
         if len(refined) == len(values):
             break
@@ -181,14 +197,13 @@ def roles(ledger: Ledger, ties: Ties) -> Hash:
     left, right = (np.concatenate(side) for side in zip(*links, strict=True))
     which = np.repeat(np.arange(len(links)), [len(x) for x, _ in links])
     fixed = right < 0
-    with np.errstate(over="ignore"):
-        np.add.at(role, left[fixed], combined(which[fixed], right[fixed], 3))
-        left, right, which = left[~fixed], right[~fixed], which[~fixed]
-        known = len(np.unique(role))
-        while True:
-            refined = mixed(role)
-            np.add.at(refined, left, combined(role[right], which, 1))
-            np.add.at(refined, right, combined(role[left], which, 2))
-            role, before, known = refined, known, len(np.unique(refined))
-            if known == before:
-                return role
+    np.add.at(role, left[fixed], combined(which[fixed], right[fixed], 3))
+    left, right, which = left[~fixed], right[~fixed], which[~fixed]
+    known = len(np.unique(role))
+    while True:
+        refined = mixed(role)
+        np.add.at(refined, left, combined(role[right], which, 1))
+        np.add.at(refined, right, combined(role[left], which, 2))
+        role, before, known = refined, known, len(np.unique(refined))
+        if known == before:
+            return role
