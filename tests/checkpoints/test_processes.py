@@ -17,19 +17,23 @@ from toy_networks import Net, tree
 from tu_symmetry.checkpoints.align import align_files
 from tu_symmetry.checkpoints.data import Data
 from tu_symmetry.checkpoints.merge import merge_files
-from tu_symmetry.files import FileError
+from tu_symmetry.files import FileError, write_safetensors
 from tu_symmetry.processes import ElsewhereError, by_first, count, gathered, rank, shared, together
 from tu_symmetry.symmetry.discovery import discover_symmetries
 
 COUNT = 5  # networks, which two processes share unequally
 
 
-def write(folder: Path) -> list[Path]:
+def write(folder: Path, suffix: str = ".pt") -> list[Path]:
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
-    paths = [folder / f"net{k}.pt" for k in range(COUNT)]
+    paths = [folder / f"net{k}{suffix}" for k in range(COUNT)]
     for path in paths:
-        torch.save({n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items()}, path)
+        state = {n: torch.randn(t.shape, generator=generator) for n, t in Net().state_dict().items()}
+        if suffix == ".pt":
+            torch.save(state, path)
+        else:
+            write_safetensors(path, state)
     return paths
 
 
@@ -49,8 +53,10 @@ def in_processes(number: int, root: str, work: Any, *arguments: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_write_what_one_writes(tmp_path: Path) -> None:
-    paths = write(tmp_path / "in")
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_two_processes_write_what_one_writes(suffix: str, tmp_path: Path) -> None:
+    """Files that are read whole, and those of which a mean is read tensor by tensor."""
+    paths = write(tmp_path / "in", suffix)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     run(paths, tmp_path / "one")
