@@ -18,34 +18,36 @@ from benchmarks._measure import Stopwatch, both, figure
 from benchmarks._report import Goal, Section, Settings
 from benchmarks.many import residual_network
 from tu_symmetry.metrics.functional import network_discrepancy
-from tu_symmetry.processes import gathered, together
+from tu_symmetry.processes import gathered, shared, together
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.states import stack_states
 
-_COUNTS = (1, 2)
+_WAYS = {"one process": (1, False), "two, each all of it": (2, True), "two, each a share": (2, False)}
 _LEAST = 0.8  # of the time of several processes that has to be work
 Cases = dict[str, Callable[[], Any]]
 
 
 def run(settings: Settings) -> Section:
-    """Time everything in one process and in two."""
-    spent: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for count in _COUNTS:
-        for name, found in _measured(count, settings.quick).items():
-            spent.setdefault(name, {})[count] = found
-            settings.say(f"{name}, {count} processes: {figure(statistics.median(found['wall']))} s")
+    """Time everything in one process, in two that do all of it each, and in two that share it."""
+    spent: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for way in _WAYS:
+        for name, found in _measured(way, settings.quick).items():
+            spent.setdefault(name, {})[way] = found
+            settings.say(f"{name}, {way}: {figure(statistics.median(found['wall']))} s")
     rows, data = [], []
-    for name, by_count in spent.items():
-        medians = {n: {kind: statistics.median(own) for kind, own in found.items()} for n, found in by_count.items()}
-        shares = {kind: medians[1][kind] / (2 * medians[2][kind]) for kind in ("wall", "cpu")}
+    for name, by_way in spent.items():
+        medians = {way: {kind: statistics.median(own) for kind, own in found.items()} for way, found in by_way.items()}
+        _, whole, share = medians.values()
+        shares = {kind: whole[kind] / (2 * share[kind]) for kind in ("wall", "cpu")}
         data.append({"work": name, "processes": medians, "efficiency": shares})
         efficiency = f"{figure(shares['wall'], 2)}\ncpu {figure(shares['cpu'], 2)}"
-        rows.append([name, *(both(medians[n]["wall"], medians[n]["cpu"]) for n in _COUNTS), efficiency])
-    header = ["work", "one process", "two processes", "efficiency"]
+        rows.append([name, *(both(found["wall"], found["cpu"]) for found in medians.values()), efficiency])
+    header = ["work", *_WAYS, "efficiency"]
     text = (
         "Under `tu_symmetry.processes.together()`, with gloo on one machine and one thread for each process. "
-        "*Efficiency*: the time of one process over twice that of two. CPU seconds of two are those of the one that "
-        "had more; waiting for the other counts only by the clock."
+        "*Efficiency*: the time of two processes at the same time, each of which does all of it by itself, over twice "
+        "that of two that share it; the two hold the same cores and memory of this machine either way. CPU seconds are "
+        "those of the process that had more; waiting for the other counts only by the clock."
     )
     least = min(data, key=lambda own: own["efficiency"]["cpu"])
     found = f"{least['work']}: {figure(least['efficiency']['cpu'], 2)}"
@@ -53,10 +55,11 @@ def run(settings: Settings) -> Section:
     return Section("Work that processes share", text, [Grid("One process and two", header, rows)], goals, data)
 
 
-def _measured(count: int, quick: bool) -> dict[str, dict[str, list[float]]]:
+def _measured(way: str, quick: bool) -> dict[str, dict[str, list[float]]]:
     """Wall-clock and CPU seconds of each repeat, of the process that took longest."""
+    count, apart = _WAYS[way]
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_work, (count, quick, folder), nprocs=count, start_method="spawn")
+        start_processes(_work, (count, apart, quick, folder), nprocs=count, start_method="spawn")
         every = [torch.load(Path(folder) / f"{k}.pt") for k in range(count)]
     return {
         name: {kind: [max(own) for own in zip(*(one[name][kind] for one in every), strict=True)] for kind in times}
@@ -64,7 +67,7 @@ def _measured(count: int, quick: bool) -> dict[str, dict[str, list[float]]]:
     }
 
 
-def _work(rank: int, count: int, quick: bool, folder: str) -> None:
+def _work(rank: int, count: int, apart: bool, quick: bool, folder: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=count)
     found: dict[str, dict[str, list[float]]] = {}
@@ -74,11 +77,18 @@ def _work(rank: int, count: int, quick: bool, folder: str) -> None:
             for _ in range(1 if quick else 3):
                 gathered(None)  # all begin at once
                 with Stopwatch() as watch:
-                    call()
+                    if apart:
+                        shared(count, lambda _, call=call: _ignoring(call))  # what a share calls is not shared again
+                    else:
+                        call()
                 found[name]["wall"].append(watch.wall)
                 found[name]["cpu"].append(watch.cpu)
     torch.save(found, Path(folder) / f"{rank}.pt")
     torch.distributed.destroy_process_group()
+
+
+def _ignoring(call: Callable[[], Any]) -> None:
+    call()
 
 
 def _cases(quick: bool) -> Cases:
