@@ -25,7 +25,7 @@ ROTATED = dict.fromkeys(
     ("Llama", "Qwen2", "Mistral", "Phi3", "Granite", "Mixtral", "GptOss", "Gemma", "Gemma2"), PAIRED
 ) | {
     **{name: {"orthogonal": 1} for name in ("Qwen3", "Qwen3Moe", "Gemma3Text", "Olmo2")},
-    "Cohere2": {"complex": 2 * PAIRS},  # its norm subtracts a mean by hand
+    "Cohere2": {"centered": 1, "complex": 2 * PAIRS},
     "Starcoder2": {"centered": 1, "complex": 2 * PAIRS},
     "GPTNeoX": {"centered": 1, "complex": 2 * 4},
     "StableLm": {"centered": 1},

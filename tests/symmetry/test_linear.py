@@ -71,6 +71,48 @@ table_with_bias(x=(3, 5)) has 5
 layer(x=(3, 5)) has C4*
     a=(5, 4), n=nn.LayerNorm(4), c=(4, 2)
     return self.c(self.n(self.a(x)))
+mean_left(x=(3, 5)) has C4
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h - h.mean(-1, keepdim=True))
+layer_by_hand(x=(2, 3, 5)) has C4*
+    a=(5, 4), s=[4], c=(4, 2)
+    h = self.a(x)
+    n = h - h.mean(-1, keepdim=True)
+    return self.c(self.s * ((h - h.mean(-1, keepdim=True)) * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + 1e-5)))
+deviation(x=(2, 3, 5)) has C4
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c((h - h.mean(2, keepdim=True)) / torch.sqrt(h.var(-1, keepdim=True, unbiased=False) + 1e-5))
+annotated(x=(2, 3, 5)) has C4*
+    a=(5, 4), s=[4], c=(4, 2)
+    h = self.a(x)
+    m, d = h.mean(-1, keepdim=True), h.std(-1, keepdim=True)
+    return self.c(self.s * (h - m) / (d + 1e-6))
+mean_read(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    m = h.mean(-1, keepdim=True)
+    return self.c(h - m) + m
+mean_of_others(x=(3, 5)) has
+    a=(5, 4), b=(5, 4), c=(4, 2)
+    return self.c(self.a(x) - self.b(x).mean(-1, keepdim=True))
+mean_of_half(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h - h[:, :2].mean(-1, keepdim=True))
+half_a_mean(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(torch.sub(h, h.mean(-1, keepdim=True), alpha=0.5))
+mean_of_rows(x=(3, 5)) has 4
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h - h.mean(0, keepdim=True))
+deviation_of_rows(x=(3, 5)) has
+    a=(5, 4), c=(4, 2)
+    h = self.a(x)
+    return self.c(h / h.std(0, keepdim=True))
 stream(x=(2, 3, 5)) has O4*
     a=(5, 4), n=nn.RMSNorm(4), b=(4, 6), c=(6, 4), m=nn.RMSNorm(4), d=(4, 2)
     h = self.a(x)

@@ -196,9 +196,15 @@ class _Interpreter:
         bound = _each(given, known.__getitem__)
         name = rule_name_of(target)
         if self.ledger.linear:
-            if nodes.squared(node):  # only its sums are read
+            if nodes.squared(node) or nodes.centers(node):  # only its sums are read, or what it is subtracted from
                 self._read(node)
-                self._keep(node, [pinned_value(shape, "squares") for shape in shapes_of(node)])
+                self._keep(node, [pinned_value(shape, "squares or a mean") for shape in shapes_of(node)])
+                return
+            if source := nodes.centered(node):
+                whole = self._value(self._known(source))
+                self.ledger.meet(whole)
+                self._read(node)
+                self._keep(node, [replace(whole, parameter=None)])
                 return
             if source := nodes.sum_of_squares(node):
                 whole = self._known(source)

@@ -114,6 +114,25 @@ def sum_of_squares(node: torch.fx.Node) -> torch.fx.Node | None:
     return squared(node.args[0]) if summed and isinstance(node.args[0], torch.fx.Node) else None
 
 
+def centered(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The node of whose entries a node subtracts their mean along the last axis."""
+    if not isinstance(node.target, torch._ops.OpOverload) or rule_name_of(node.target) != "aten.sub":
+        return None
+    source, mean = node.args[:2]
+    if not isinstance(source, torch.fx.Node) or not isinstance(mean, torch.fx.Node) or node.kwargs.get("alpha", 1) != 1:
+        return None
+    if mean.target is not torch.ops.aten.mean.dim or mean.args[0] is not source or writes(node.target):
+        return None
+    given = arguments_of(mean)
+    last = source.meta["val"].ndim - 1
+    return source if given["keepdim"] and [k % (last + 1) for k in given["dim"] or ()] == [last] else None
+
+
+def centers(node: torch.fx.Node) -> bool:
+    """Whether a node is a mean that is subtracted alone from what it is a mean of."""
+    return node.target is torch.ops.aten.mean.dim and bool(node.users) and all(map(centered, node.users))
+
+
 def writes(target: Any) -> bool:
     """Whether an operator writes to its first argument."""
     arguments = target._schema.arguments

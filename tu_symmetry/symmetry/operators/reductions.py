@@ -55,6 +55,15 @@ def _length(call: Call) -> Value:
     return pinned_value(call.shape, "a norm")
 
 
+def _deviation(call: Call) -> Value:
+    """A deviation from the mean, which matrices keep as they keep a layer norm."""
+    value: Value = call["self"]
+    last = _dims(call, value) == [value.ndim - 1]
+    value = mean_square(call, value, [value.ndim - 1] if last else [])
+    call.ledger.meet(value)
+    return pinned_value(call.shape, "a deviation")
+
+
 @register_rule("mean sum", traits=("pools", "statistic"), signs="follow", linear=_summed)
 @register_rule("amax amin", traits=("pools", "statistic"))
 @register_rule("logsumexp", traits=("pools",))
@@ -68,8 +77,9 @@ def _length(call: Call) -> Value:
     signs=lambda call: "pin" if isinstance(call.get("p"), str) else "even",
     linear=lambda call: _length(call),
 )
-@register_rule("std", traits=("statistic",), signs="positive")
-@register_rule("var", "var_mean", traits=("statistic",), signs="follow")
+@register_rule("std", traits=("statistic",), signs="positive", linear=_deviation)
+@register_rule("var", traits=("statistic",), signs="follow", linear=_deviation)
+@register_rule("var_mean", traits=("statistic",), signs="follow")
 @register_rule("nansum", "nanmean", signs="follow")
 @register_rule("count_nonzero any all _is_all_true _is_any_true", signs="even")
 @register_rule("nanmedian kthvalue mode nuclear_norm prod")
