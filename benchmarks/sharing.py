@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def _work(rank: int, count: int, apart: bool, quick: bool, folder: str) -> None:
                 gathered(None)  # all begin at once
                 with Stopwatch() as watch:
                     if apart:
-                        shared(count, lambda _, call=call: _ignoring(call))  # what a share calls is not shared again
+                        shared(count, partial(_ignoring, call))  # what a share calls is not shared again
                     else:
                         call()
                 found[name]["wall"].append(watch.wall)
@@ -87,7 +88,7 @@ def _work(rank: int, count: int, apart: bool, quick: bool, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _ignoring(call: Callable[[], Any]) -> None:
+def _ignoring(call: Callable[[], Any], process: int) -> None:
     call()
 
 
@@ -105,6 +106,7 @@ def _cases(quick: bool) -> Cases:
     loader = [(rows, torch.arange(len(rows)) % 10) for rows in samples.split(250)]
     pictures = torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(4))
     batches = [(rows, torch.arange(len(rows)) % 10) for rows in pictures.split(64)]
+    labels = torch.cat([y for _, y in batches])
     network = residual_network(8, 1).eval() if quick else resnet18(num_classes=10).eval()
     options: Any = {"prior": "per_layer", "evaluate_at": "map"}
     last = tus.LinearizedLaplace(network, curvature="last_layer", **options).fit(batches)
@@ -115,6 +117,7 @@ def _cases(quick: bool) -> Cases:
             model, few, loader, nn.functional.cross_entropy
         ),
         f"KFAC of a ResNet-18, {images} images": lambda: tus.LinearizedLaplace(network, **options).fit(batches),
+        "the same in one batch": lambda: tus.LinearizedLaplace(network, **options).fit([(pictures, labels)]),
         f"its diagonal curvature, {len(batches[0][0]) // 4} images": lambda: tus.LinearizedLaplace(
             network, curvature="diag", **options
         ).fit([(rows[: len(rows) // 4], labels[: len(rows) // 4]) for rows, labels in batches[:1]]),

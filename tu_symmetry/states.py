@@ -28,7 +28,7 @@ State = dict[str, Tensor]
 States = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]  # a stack, or a list
 _SUFFIX = ".safetensors"
 _EXPANDED, _FREE = 16, 1 << 24  # how much larger than their file tensors may be, and bytes that any file may have
-_HELD = 1 << 29  # bytes of a network that is read at once
+_HELD = 5 << 28  # bytes of a network that is read at once
 _REAL = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
