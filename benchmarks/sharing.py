@@ -35,7 +35,8 @@ def run(settings: Settings) -> Section:
         for name, found in _measured(way, settings.quick).items():
             spent.setdefault(name, {})[way] = found
             settings.say(f"{name}, {way}: {figure(statistics.median(found['wall']))} s")
-    rows, data = [], []
+    rows: list[list[str]] = []
+    data: list[dict[str, Any]] = []
     for name, by_way in spent.items():
         medians = {way: {kind: statistics.median(own) for kind, own in found.items()} for way, found in by_way.items()}
         _, whole, share = medians.values()
@@ -51,8 +52,8 @@ def run(settings: Settings) -> Section:
         "those of the process that had more; waiting for the other counts only by the clock."
     )
     least = min(data, key=lambda own: own["efficiency"]["cpu"])
-    found = f"{least['work']}: {figure(least['efficiency']['cpu'], 2)}"
-    goals = [Goal(f"efficiency of two processes at least {_LEAST}", least["efficiency"]["cpu"] >= _LEAST, found)]
+    told = f"{least['work']}: {figure(least['efficiency']['cpu'], 2)}"
+    goals = [Goal(f"efficiency of two processes at least {_LEAST}", least["efficiency"]["cpu"] >= _LEAST, told)]
     return Section("Work that processes share", text, [Grid("One process and two", header, rows)], goals, data)
 
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,13 +183,15 @@ class ScaleSystem:
         cuts = np.flatnonzero(np.diff(begin[entry], prepend=-1)).tolist()
         begins = np.diff(number, prepend=-1) != 0
         entry, rank = entry - begin[entry], rank - begin
-        alike: dict[tuple[bytes, ...], list[int]] = defaultdict(list)
+        alike: dict[bytes, list[int]] = defaultdict(list)
         bounds = list(
             zip(starts.tolist(), [*starts[1:].tolist(), len(part)], cuts, [*cuts[1:], len(entry)], strict=True)
         )
         for k, (a, b, c, d) in enumerate(bounds):
-            told = rank[a:b], entry[c:d], weight[c:d], begins[c:d]
-            alike[tuple(piece.tobytes() for piece in told)].append(k)
+            told = sha256(np.array((b - a, d - c)).data)
+            for piece in (rank[a:b], entry[c:d], weight[c:d], begins[c:d]):
+                told.update(piece.data)
+            alike[told.digest()].append(k)
         for same in alike.values():
             a, b, c, d = bounds[same[0]]
             sums: list[dict[int, float]] = [{} for _ in range(int(begins[c:d].sum()))]

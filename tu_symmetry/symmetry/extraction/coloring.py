@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ def distinct_seen(labels: Sequence[Seen], role: Hash) -> list[Seen]:
     def told(component: Array) -> tuple[tuple[int, ...], bytes]:
         if id(component) not in known:
             held = tighten(np.where(component >= 0, role[np.maximum(component, 0)], component.astype(np.uint64)))
-            known[id(component)] = held.shape, held.tobytes()
+            known[id(component)] = held.shape, sha256(np.ascontiguousarray(held).data).digest()
         return known[id(component)]
 
     found: dict[tuple[Any, ...], Seen] = {}

@@ -37,10 +37,17 @@ class Contradiction(Exception):
 
 
 class Owned(NamedTuple):
-    """What belongs to the units of a node, for each class: the unit's flat index (-1 for none), and the slot in it."""
+    """What belongs to the units of a node: classes in ascending order, the unit's flat index, and the slot in it."""
 
+    classes: Array
     unit: Array
     slot: Array
+
+    def at(self, component: Array) -> tuple[Array, Array]:
+        """Units, -1 for none and for fixed positions, and slots."""
+        place = np.minimum(np.searchsorted(self.classes, component), len(self.classes) - 1)
+        held = self.classes[place] == component
+        return np.where(held, self.unit[place], -1), np.where(held, self.slot[place], 0)
 
 
 class Lying(NamedTuple):
@@ -74,7 +81,7 @@ class Reader:
         colors = distinct(self.colors[held]).tolist()
         nodes = {n.color: n for color in colors for n in self.forest.moving(self.forest.nodes.get(color))}
         for node in nodes.values():
-            for part in _parts(self._owned[node.color].unit, label):
+            for part in _parts(self._owned[node.color], label):
                 member = self._member(node, name, axis, self._lying(node, label, part))
                 if member is not None:
                     yield node.color, member
@@ -83,23 +90,20 @@ class Reader:
 
     @cached_property
     def _owned(self) -> dict[int, Owned]:
-        table: dict[int, Owned] = {}
+        pieces: dict[int, list[Array]] = {}
+        slots: dict[int, int] = {}
         for node in self.forest.nodes.values():
-            if not self.forest.proper(node):
-                continue
-            owned = Owned(np.full(len(self.colors), -1, dtype=np.int64), np.zeros(len(self.colors), dtype=np.int64))
-            count = node.units.size
-            owned.unit[node.units.reshape(-1)] = np.arange(count)
-            offset = 1
-            for other in self.forest.nodes.values():
-                if other is not node and self.forest.below(other, node):
-                    per = other.units.size // count
-                    inner = other.units.reshape(-1)
-                    owned.unit[inner] = np.repeat(np.arange(count), per)
-                    owned.slot[inner] = offset + np.tile(np.arange(per), count)
-                    offset += per
-            table[node.color] = owned
-        return table
+            inner = node.units.reshape(-1)
+            for holder in filter(self.forest.proper, self.forest.chain(node)):
+                count, per = holder.units.size, node.units.size // holder.units.size
+                slot = np.zeros(per, dtype=np.int64)
+                if holder is not node:
+                    slot = slots.get(holder.color, 1) + np.arange(per)
+                    slots[holder.color] = slots.get(holder.color, 1) + per
+                found = np.stack([inner, np.repeat(np.arange(count), per), np.tile(slot, count)])
+                pieces.setdefault(holder.color, []).append(found)
+        whole = {color: np.concatenate(found, axis=1) for color, found in pieces.items()}
+        return {color: Owned(*found[:, np.argsort(found[0])]) for color, found in whole.items()}
 
     @cached_property
     def _places(self) -> Array:
@@ -121,18 +125,19 @@ class Reader:
 
     def _lying(self, node: Node, label: Label, part: list[Array]) -> Lying:
         """For each position the unit of a node that it belongs to, its slot in the unit, and what else is there."""
-        unit, inner = self._owned[node.color]
+        owned = self._owned[node.color]
         shape = label[0].shape
         owner = np.full(shape, -1, dtype=np.int64)
         slot = np.zeros(shape, dtype=np.int64)
         for component in part:
             component = np.broadcast_to(component, shape)
-            hit = _looked_up(unit, component) >= 0
-            owner[hit] = unit[component[hit]]
-            slot[hit] = slot[hit] * SLOTS + inner[component[hit]]  # a position may hold several units of one block
+            unit, inner = owned.at(component)
+            hit = unit >= 0
+            owner[hit] = unit[hit]
+            slot[hit] = slot[hit] * SLOTS + inner[hit]  # a position may hold several units of one block
         rest = np.zeros(shape, dtype=np.uint64)
         for component in label if len(label) > 1 else ():
-            theirs = _looked_up(unit, component)
+            theirs, _ = owned.at(component)
             if any(component is mine for mine in part):
                 foreign = theirs < 0
                 rest = combined(rest, np.where(foreign, self._relative(component), 0) if foreign.any() else 0)
@@ -216,18 +221,13 @@ class Reader:
         return np.broadcast_to(total, shape)
 
 
-def _looked_up(unit: Array, component: Array) -> Array:
-    """What a table says of the classes of a component, -1 for fixed positions."""
-    return np.where(component >= 0, unit[np.where(component >= 0, component, 0)], -1)
-
-
-def _parts(unit: Array, label: Label) -> list[list[Array]]:
+def _parts(owned: Owned, label: Label) -> list[list[Array]]:
     """The components of a label that a node moves together, those of each part in one step."""
     if len(label) == 1:
         return [list(label)]
     parts: list[tuple[list[Array], Array]] = []
     for component in label:
-        own = _looked_up(unit, component)
+        own, _ = owned.at(component)
         if not (own >= 0).any():
             continue
         for part, theirs in parts:
