@@ -89,6 +89,13 @@ annotated(x=(2, 3, 5)) has C4*
     h = self.a(x)
     m, d = h.mean(-1, keepdim=True), h.std(-1, keepdim=True)
     return self.c(self.s * (h - m) / (d + 1e-6))
+mean_of_pixels(x=(2, 3, 5)) has 4
+    a=nn.Conv1d(3, 4, 1), c=nn.Conv1d(4, 2, 1)
+    h = self.a(x)
+    return self.c(h - h.mean(-1, keepdim=True))
+gains_of_pixels(x=(2, 3, 5)) has 4
+    a=nn.Conv1d(3, 4, 1), s=[5], c=nn.Conv1d(4, 2, 1)
+    return self.c(self.a(x) * self.s)
 mean_read(x=(3, 5)) has
     a=(5, 4), c=(4, 2)
     h = self.a(x)

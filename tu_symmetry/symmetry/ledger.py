@@ -425,8 +425,8 @@ class Ledger:
         self.inexact += [v for _, v in value.scale]
 
     def meet(self, value: Value, gain: str = "") -> None:
-        """Record that a gain of equal entries multiplies a tensor, or (without one) that a mean of it is subtracted."""
-        self.met[len(self.met), gain] = value
+        """Record that a gain multiplies a tensor along its last axis, or (without one) that a mean is subtracted."""
+        self.met[len(self.met), gain] = replace(value, labels=(*[()] * (value.ndim - 1), value.labels[-1]))
 
     def pin_scale(self, scale: tuple[Term, ...]) -> None:
         """Demand that a log-scale be zero."""
