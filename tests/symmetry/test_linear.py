@@ -96,6 +96,16 @@ mean_of_pixels(x=(2, 3, 5)) has 4
 gains_of_pixels(x=(2, 3, 5)) has 4
     a=nn.Conv1d(3, 4, 1), s=[5], c=nn.Conv1d(4, 2, 1)
     return self.c(self.a(x) * self.s)
+standardized(x=(3, 5)) has 4
+    w=[4, 5], c=(4, 2)
+    return self.c(F.linear(x, self.w - self.w.mean(-1, keepdim=True)))
+standardized_units(x=(3, 5)) has C4
+    a=(5, 4), w=[2, 4]
+    return F.linear(self.a(x), self.w - self.w.mean(-1, keepdim=True))
+mean_of_a_number(x=(3, 5)) has 4
+    a=(5, 4), s=[1], c=(4, 2)
+    s = self.s.sum()
+    return self.c(self.a(x) * (1 + s - s.mean(-1, keepdim=True) + s.var(-1, unbiased=False)))
 mean_read(x=(3, 5)) has
     a=(5, 4), c=(4, 2)
     h = self.a(x)

@@ -203,6 +203,7 @@ class _Interpreter:
             if source := nodes.centered(node):
                 whole = self._value(self._known(source))
                 self.ledger.meet(whole)
+                self.ledger.used |= {whole.parameter} - {None}
                 self._read(node)
                 self._keep(node, [replace(whole, parameter=None)])
                 return

@@ -123,9 +123,8 @@ def centered(node: torch.fx.Node) -> torch.fx.Node | None:
         return None
     if mean.target is not torch.ops.aten.mean.dim or mean.args[0] is not source or writes(node.target):
         return None
-    given = arguments_of(mean)
-    last = source.meta["val"].ndim - 1
-    return source if given["keepdim"] and [k % (last + 1) for k in given["dim"] or ()] == [last] else None
+    given, ndim = arguments_of(mean), source.meta["val"].ndim
+    return source if given["keepdim"] and ndim and given["dim"] in ([-1], [ndim - 1]) else None
 
 
 def centers(node: torch.fx.Node) -> bool:

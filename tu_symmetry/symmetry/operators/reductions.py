@@ -58,9 +58,10 @@ def _length(call: Call) -> Value:
 def _deviation(call: Call) -> Value:
     """A deviation from the mean, which matrices keep as they keep a layer norm."""
     value: Value = call["self"]
-    last = _dims(call, value) == [value.ndim - 1]
-    value = mean_square(call, value, [value.ndim - 1] if last else [])
-    call.ledger.meet(value)
+    if value.ndim and _dims(call, value) == [value.ndim - 1]:
+        call.ledger.meet(mean_square(call, value, [value.ndim - 1]))
+    else:
+        mean_square(call, value, [])
     return pinned_value(call.shape, "a deviation")
 
 
