@@ -240,6 +240,7 @@ def test_values_and_queries_of_each_head_are_mixed_by_a_matrix_of_its_own() -> N
     assert places == [{("q", 0): 1.0, ("k", 0): -1.0}, {("v", 0): 1.0, ("out", 1): -1.0}]
     assert "Linear groups" in str(graph) and "general" not in str(graph)
     rotary = discovered(next(c for c in CASES if c.name == "TinyLlama"))[1]
+    rotary.require_verified()  # which takes the guesses that hold
     assert sorted(map(told, rotary.linears)) == ["4", "O8*", "Z"]
     pairs = next(g for g in rotary.linears if g.subgroup == "complex")
     assert [(m.parameter.split(".")[-2], m.exponent) for m in pairs.members] == [
