@@ -300,12 +300,17 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
 
 def stacked_module(networks: list[nn.Module]) -> nn.Module:
-    """The first network with the parameters and buffers of all of them, stacked; ties stay ties."""
+    """The first network with the parameters and buffers of all of them, stacked; ties stay ties.
+
+    Weights of linear layers lie in memory as ``vmap`` makes their gradients, transposed, which then need no copy.
+    """
     parameters, buffers = stack_module_state(networks)
     made = copy.deepcopy(networks[0])
+    linear = {id(module.weight) for module in made.modules() if isinstance(module, nn.Linear)}
     with torch.no_grad():
         for name, p in made.named_parameters():
-            p.data = parameters[name].detach().clone()
+            stacked = parameters[name].detach()
+            p.data = stacked.mT.clone(memory_format=torch.contiguous_format).mT if id(p) in linear else stacked.clone()
         for name, b in made.named_buffers():
             b.data = buffers[name].detach().clone()
     return made
