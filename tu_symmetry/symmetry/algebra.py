@@ -7,7 +7,7 @@ operators demand of units and scales is written down in the :class:`~.ledger.Led
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,6 +75,15 @@ class Value:
 
         shape, labels, reasons = put(self.shape, size), put(self.labels, label), put(self.reasons, reason)
         return replace(self, shape=shape, labels=labels, reasons=reasons)
+
+
+def leaves(held: Any) -> Iterator[Any]:
+    """What lists and tuples hold, in order: a quick ``tree_leaves`` for those."""
+    if isinstance(held, (list, tuple)):
+        for item in held:
+            yield from leaves(item)
+    else:
+        yield held
 
 
 def kinds(rows: Array) -> Array:

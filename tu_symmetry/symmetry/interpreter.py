@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tu_symmetry.symmetry import distinct, nodes, views
-from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, among, kinds, pinned_value, units_of
+from tu_symmetry.symmetry.algebra import Array, Label, Proof, Value, along, among, kinds, leaves, pinned_value, units_of
 from tu_symmetry.symmetry.extraction.classes import joined
 from tu_symmetry.symmetry.ledger import Ledger, Mark, Nesting
 from tu_symmetry.symmetry.nodes import arguments_of, finds_positions, rule_name_of, shapes_of, writes
@@ -178,13 +178,14 @@ class _Interpreter:
             self._read(node)
             self.env[node] = self._opaque(node)
             return
-        read = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, Node)]
+        read: list[Node] = []
+        torch.fx.node.map_arg((node.args, node.kwargs), read.append)
         traits = nodes.traits_of(node)
         if node in self.counted:  # it tells no more than what it counts
             self.env[node] = self.env[self.counted[node]]
             return
         draws = torch.Tag.nondeterministic_seeded in target.tags and "same" not in traits
-        held = tree_leaves([self.env[a] for a in read])
+        held = leaves([self.env[a] for a in read])
         if not draws and not any(isinstance(h, (Value, Parameter, Dealt)) for h in held):
             arguments, options = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self.env[n])
             with torch.no_grad():
@@ -229,16 +230,16 @@ class _Interpreter:
             constants=_each(given, lambda n: self.env[n] if isinstance(self.env[n], Tensor) else None),
             dtypes=_each(given, lambda n: getattr(n.meta.get("val"), "dtype", None)),
         )
-        told = [n for n in tree_leaves([given.get("offs"), given.get("indices")]) if isinstance(n, Node)]
+        told = [n for n in leaves([given.get("offs"), given.get("indices")]) if isinstance(n, Node)]
         if (dealt := experts.dealt(call, self.env[told[0]] if told else None, _apply)) is not None:
             self.ledger.used |= set(parameters)
             wholes = tree_map_only(Dealt, lambda held: held.whole, known)
             facts = self._facts(node, traits, given, wholes, [rows.whole for rows in dealt])
             self._deal(node, dealt, {name: facts[name] for name in ("depends", "linear_in")})
             return
-        gathered = {held: self._value(held) for held in known.values() if isinstance(held, Dealt)}
-        bound, known = tree_map_only(Dealt, gathered.__getitem__, (bound, known))
-        call = replace(call, arguments=bound)
+        if gathered := {held: self._value(held) for held in known.values() if isinstance(held, Dealt)}:
+            bound, known = tree_map_only(Dealt, gathered.__getitem__, (bound, known))
+            call = replace(call, arguments=bound)
         marked = len(self.ledger.marks)
         values = _apply(call)
         self.reading.select(node, [m.component for m in self.ledger.marks[marked:] if m.reason == views.SELECTED])
@@ -305,7 +306,7 @@ class _Interpreter:
                 chosen = {"condition": self._value(held[0]), "self": a, "other": b}
                 found += _listed(apply_rule(Call(self.ledger, "aten.where", chosen, [shape])))
             return found
-        arguments = [self._value(h) for h in tree_leaves([self.env[a] for a in node.all_input_nodes])]
+        arguments = [self._value(h) for h in leaves([self.env[a] for a in node.all_input_nodes])]
         values = [v for v in arguments if isinstance(v, Value)]
         if not values and output is not None:
             return output
@@ -330,14 +331,14 @@ class _Interpreter:
 
     def _read(self, node: Node) -> None:
         for n in node.all_input_nodes:
-            for held in tree_leaves(self.env[n]):
+            for held in leaves(self.env[n]):
                 if isinstance(held, (Parameter, Value)):
                     self.reading.read(n, held.name if isinstance(held, Parameter) else held)
 
     def _points(self, name: str, bound: dict[str, Any]) -> Label:
         """Settle what the arguments name: units are pinned where numbers are read; what is kept goes to the outputs."""
         policy = POSITIONS.get(name, "pin")
-        named = [v for v in tree_leaves(bound) if isinstance(v, Value) and v.points]
+        named = [v for v in leaves(list(bound.values())) if isinstance(v, Value) and v.points]
         if policy == "read" or not named:
             return ()
         for value in named if policy == "pin" else ():
@@ -394,7 +395,7 @@ class _Interpreter:
             return
         root = self.root.get(written, written)
         others = [n for n in self.env if (n is root or self.root.get(n) is root) and n not in (written, node)]
-        before = {n: distinct.dependence(v for v in tree_leaves(self.env[n]) if isinstance(v, Value)) for n in others}
+        before = {n: distinct.dependence(v for v in leaves(self.env[n]) if isinstance(v, Value)) for n in others}
         new: Value = self.env[node]
         chain = self._put_back(written, new)
         self.env[written] = new

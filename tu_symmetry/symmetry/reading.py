@@ -104,8 +104,9 @@ def _blocks(ledger: Ledger) -> tuple[Array, Array]:
 def _with_blocks(units: Array, blocks: tuple[Array, Array]) -> Array:
     found = new = units
     while len(new):
-        ends = (np.searchsorted(blocks[0], new, side).tolist() for side in ("left", "right"))
-        new = distinct(np.concatenate([new[:0], *(blocks[1][a:b] for a, b in zip(*ends, strict=True) if a < b)]))
+        start, end = (np.searchsorted(blocks[0], new, side) for side in ("left", "right"))
+        many = end - start
+        new = distinct(blocks[1][np.repeat(end - np.cumsum(many), many) + np.arange(many.sum())])
         new = new[~among(new, found)]
         found = distinct(np.concatenate([found, new]))
     return found

@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,15 @@ Floats = NDArray[np.float64]
 Terms = list[tuple[float, Array]]
 Expression = list[tuple[float, int]]  # coefficients and variables
 _FEW = 4096  # positions that are computed sooner than it is found which of them are alike
+_PIECE = 1 << 18  # sums that are collected at once
+
+
+class _Sums(NamedTuple):
+    """Sums of as many terms each: the constraint that each is of ``[n]``, variables and coefficients ``[terms, n]``."""
+
+    number: Array
+    variables: Array
+    weights: Floats
 
 
 class ScaleSystem:
@@ -37,35 +47,39 @@ class ScaleSystem:
         self.signs = ledger.signs
         self.root: Array = np.arange(self.count)
         self.sign: Floats = np.ones(self.count)
-        self._ties: list[tuple[Array, Array, NDArray[np.bool_]]] = []  # variables that are equal, or each other's minus
-        self._zero: list[Array] = [np.array([ZERO])]
+        self._ties: list[tuple[Array, Array, NDArray[np.bool_]]] = []  # roots that are equal, or each other's minus
+        self._zero: list[Array] = []
         self._solve(ledger.constraints)
 
     def _update(self) -> None:
-        """Signed union-find: the nodes are +v (number v) and -v (number v + count)."""
-        n = self.count
+        """Signed union-find over the roots that were tied: the nodes are +r and -r (as many numbers behind it)."""
+        zero = [np.array([ZERO]), *self._zero]
+        held = distinct(np.concatenate([*zero, *(tie[k] for tie in self._ties for k in (0, 1))]))
+        n = len(held)
         rows, columns = [], []
         for x, y, same in self._ties:
+            x, y = np.searchsorted(held, x), np.searchsorted(held, y)
             rows += [x, x + n]
             columns += [np.where(same, y, y + n), np.where(same, y + n, y)]
-        for z in self._zero:
+        for z in zero:
+            z = np.searchsorted(held, z)
             rows += [z, z]
-            columns += [z + n, np.full_like(z, ZERO)]
+            columns += [z + n, np.zeros_like(z)]
         a, b = np.concatenate(rows), np.concatenate(columns)
         graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(2 * n, 2 * n))
         _, label = connected_components(graph, directed=False)
-        positive, negative = label[:n], label[n:]
         smallest = np.full(label.max() + 1, 2 * n)
         np.minimum.at(smallest, label, np.arange(2 * n))
-        low_p, low_n = smallest[positive], smallest[negative]
-        self.root = np.minimum(low_p % n, low_n % n)
-        self.sign = np.where(low_p < low_n, 1.0, -1.0)
-        zero = positive == negative
-        self.root[zero] = ZERO
-        self.sign[zero] = 0.0
-        np.negative(self.sign, where=(low_p >= n) & (low_n >= n), out=self.sign)
+        plus, minus = smallest[label[:n]], smallest[label[n:]]
+        root, sign = np.arange(self.count), np.ones(self.count)
+        root[held], sign[held] = held[np.minimum(plus, minus % n)], np.where(plus < minus, 1.0, -1.0)
+        gone = held[label[:n] == label[n:]]
+        root[gone], sign[gone] = ZERO, 0.0
+        self.sign *= sign[self.root]
+        self.root = root[self.root]
+        self._ties, self._zero = [], []
 
-    def _reduced(self, constraint: tuple[Term, ...]) -> list[tuple[Array, Floats]]:
+    def _reduced(self, constraint: tuple[Term, ...]) -> Iterator[tuple[Array, Floats]]:
         """Like terms collected: for each set of axes, variables ``[terms, n]`` and their coefficients."""
         by_axes: dict[tuple[int, ...], Terms] = defaultdict(list)
         for coefficient, variable in constraint:
@@ -76,86 +90,90 @@ class ScaleSystem:
             more = next((axes for axes in by_axes if len(axes) > len(few) and set(few) <= set(axes)), None)
             if more is not None:
                 by_axes[more] += by_axes.pop(few)
-        reduced = []
         for terms in by_axes.values():
             laid = [a for _, a in terms]
             many = math.prod(np.broadcast_shapes(*(a.shape for a in laid))) > _FEW
             signed = np.stack([a.reshape(-1) for a in np.broadcast_arrays(*(_distinct(laid) if many else laid))])
             roots, signs = signed // 4, (signed % 4 - 1).astype(np.float64)
-            weights: Floats = np.array([[c] for c, _ in terms]) * signs
-            for i in range(len(terms)):
-                for j in range(i + 1, len(terms)):
-                    like = (roots[i] == roots[j]) & (weights[j] != 0)
-                    weights[i][like] += weights[j][like]
-                    weights[j][like] = 0.0
-            weights[np.abs(weights) < 1e-9] = 0.0
-            reduced.append((roots, weights % 2 if self.signs else weights))
-        return reduced
+            yield roots, self._collected(roots, np.array([[c] for c, _ in terms]) * signs)
+
+    def _collected(self, roots: Array, weights: Floats) -> Floats:
+        """The coefficients ``[terms, n]`` of sums, each root's at its first place."""
+        for i, j in itertools.combinations(range(len(roots)), 2):
+            like = (roots[i] == roots[j]) & (weights[j] != 0)
+            weights[i][like] += weights[j][like]
+            weights[j][like] = 0.0
+        weights[np.abs(weights) < 1e-9] = 0.0
+        return weights % 2 if self.signs else weights
 
     def _solve(self, constraints: Sequence[tuple[Term, ...]]) -> None:
         self._update()
+        plain = [len({(v.ndim - k, n) for _, v in c for k, n in enumerate(v.shape) if n > 1}) < 2 for c in constraints]
+        others = [(k, c) for k, c in enumerate(constraints) if not plain[k]]
+        sums: Iterable[_Sums] = _written_out([(k, c) for k, c in enumerate(constraints) if plain[k]])
         progress = True
         while progress:
-            settled = [self._settle(constraint) for constraint in constraints]
-            constraints = [c for c, (solved, _) in zip(constraints, settled, strict=True) if not solved]
-            progress = any(acted for _, acted in settled)
+            progress, left, later = False, [], []
+            for own in sums:
+                roots = self.root[own.variables]
+                weights = self._collected(roots, own.weights * self.sign[own.variables])
+                longer, acted = self._settle(roots, weights)
+                left.append(_Sums(own.number[longer], roots[:, longer], weights[:, longer]))
+                progress |= acted
+            for k, constraint in others:
+                found = [self._settle(*reduced) for reduced in self._reduced(constraint)]
+                later += [(k, constraint)] if any(longer.any() for longer, _ in found) else []
+                progress |= any(acted for _, acted in found)
+            sums, others = [own for own in left if len(own.number)], later
             if progress:
                 self._update()
-        self._eliminate(constraints)
+        self._eliminate(
+            [
+                *sums,
+                *(
+                    _Sums(np.full(roots.shape[1], k), roots, weights)
+                    for k, c in others
+                    for roots, weights in self._reduced(c)
+                ),
+            ]
+        )
 
-    def _settle(self, constraint: tuple[Term, ...]) -> tuple[bool, bool]:
-        """Use what a constraint says about one or two variables; returns (nothing is left of it, it said something)."""
-        solved, acted = True, False
-        for roots, weights in self._reduced(constraint):
-            nonzero = (weights != 0).sum(axis=0)
-            one, two = nonzero == 1, nonzero == 2
-            if one.any():
-                self._zero.append(roots[:, one][weights[:, one] != 0])
-            if two.any():
-                order = np.argsort(weights[:, two] == 0, axis=0, kind="stable")[:2]
-                pair = np.take_along_axis(roots[:, two], order, 0)
-                weight = np.take_along_axis(weights[:, two], order, 0)
-                equal = np.abs(weight[0]) == np.abs(weight[1])
-                alike = (weight[0] == -weight[1]) | self.signs
-                self._ties.append((pair[0][equal], pair[1][equal], alike[equal]))
-                self._zero += [pair[0][~equal], pair[1][~equal]]
-            acted |= bool(one.any() or two.any())
-            solved &= not (nonzero > 2).any()
-        return solved, acted
+    def _settle(self, roots: Array, weights: Floats) -> tuple[NDArray[np.bool_], bool]:
+        """Use what sums of one or two variables say; returns (which sums have more, whether some said something)."""
+        nonzero = (weights != 0).sum(axis=0)
+        one, two = nonzero == 1, nonzero == 2
+        if one.any():
+            self._zero.append(roots[:, one][weights[:, one] != 0])
+        if two.any():
+            order = np.argsort(weights[:, two] == 0, axis=0, kind="stable")[:2]
+            pair = np.take_along_axis(roots[:, two], order, 0)
+            weight = np.take_along_axis(weights[:, two], order, 0)
+            equal = np.abs(weight[0]) == np.abs(weight[1])
+            alike = (weight[0] == -weight[1]) | self.signs
+            self._ties.append((pair[0][equal], pair[1][equal], alike[equal]))
+            self._zero += [pair[0][~equal], pair[1][~equal]]
+        return nonzero > 2, bool(one.any() or two.any())
 
-    def _eliminate(self, constraints: Sequence[tuple[Term, ...]]) -> None:
+    def _eliminate(self, sums: Sequence[_Sums]) -> None:
         """Express one variable of each remaining sum by the others, or pin the sum.
 
         Sums fall into parts that share no variable, which are often alike but for its number (one unit's and the next
         one's): one of those is solved for all.
         """
         self._is_derived = np.zeros(self.count, dtype=bool)
-        found: list[tuple[int, Array, Array, float]] = []  # the k-th term of what is derived
-        for variables, sums, rank in self._parts(*self._long_sums(constraints)):
-            for column, terms in _Elimination(sums, rank, self.signs).derived.items():
-                self._is_derived[variables[:, column]] = True
-                found += [(k, variables[:, column], variables[:, other], c) for k, (c, other) in enumerate(terms)]
-        depth = max((k + 1 for k, *_ in found), default=0)
+        found: list[tuple[Array, Array, Array, Floats]] = []  # numbers of terms, what is derived, its terms
+        for variables, few, rank in self._parts(*_entries(sums)):
+            derived = _Elimination(few, rank, self.signs).derived
+            self._is_derived[variables[:, list(derived)]] = True
+            terms = [(k, own, other, c) for own, held in derived.items() for k, (c, other) in enumerate(held)]
+            if terms:
+                k, own, other, factor = map(np.array, zip(*terms, strict=True))
+                found.append((k, variables[:, own], variables[:, other], factor))
+        depth = max((int(k.max()) + 1 for k, *_ in found), default=0)
         self._part = np.zeros((depth, self.count), dtype=np.int64)
         self._factor = np.zeros((depth, self.count))
         for k, own, other, factor in found:
             self._part[k, own], self._factor[k, own] = other, factor
-
-    def _long_sums(self, constraints: Sequence[tuple[Term, ...]]) -> tuple[Array, Array, Floats]:
-        """The sums of more than two variables: of each entry the number of its sum, its variable, its coefficient."""
-        reduced = (one for constraint in constraints for one in self._reduced(constraint))
-        distinct = {(roots.tobytes(), weights.tobytes()): (roots, weights) for roots, weights in reduced}
-        number, variable, weight = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0)]
-        count = 0
-        for roots, weights in distinct.values():  # passes say the same of the same weights
-            longer = (weights != 0).sum(axis=0) > 2
-            roots, weights = roots[:, longer].T, weights[:, longer].T
-            here = weights != 0
-            number.append(count + np.nonzero(here)[0])
-            variable.append(roots[here])
-            weight.append(weights[here])
-            count += len(roots)
-        return np.concatenate(number), np.concatenate(variable), np.concatenate(weight)
 
     def _parts(
         self, number: Array, variable: Array, weight: Floats
@@ -239,6 +257,8 @@ class _Elimination:
                     self._define(v, [])
 
     def _substitute(self, row: Mapping[int, float]) -> dict[int, float]:
+        if not self.derived.keys() & row.keys():
+            return dict(row)
         terms: Expression = []
         for variable, weight in row.items():
             if variable in self.derived:
@@ -262,7 +282,51 @@ class _Elimination:
             self._users[u].add(variable)
 
     def _collect(self, terms: Expression) -> Expression:
-        return _collect([(c % 2 if self.signs else c, v) for c, v in _collect(terms)])
+        collected = _collect(terms)
+        return [(1.0, v) for c, v in collected if c % 2] if self.signs else collected
+
+
+def _written_out(constraints: Sequence[tuple[int, tuple[Term, ...]]]) -> Iterator[_Sums]:
+    """Numbered constraints that vary along one axis at most, each as a sum for each of its positions; in pieces."""
+    by_terms: dict[int, list[_Sums]] = defaultdict(list)
+    held = 0
+    for number, constraint in constraints:
+        laid = np.broadcast_arrays(*(v for _, v in constraint))
+        variables = np.stack([v.reshape(-1) for v in laid])
+        weights = np.repeat([[c] for c, _ in constraint], variables.shape[1], axis=1)
+        by_terms[len(constraint)].append(_Sums(np.full(variables.shape[1], number), variables, weights))
+        held += variables.shape[1]
+        if held > _PIECE:
+            yield from map(_joined, by_terms.values())
+            by_terms, held = defaultdict(list), 0
+    yield from map(_joined, by_terms.values())
+
+
+def _joined(sums: Sequence[_Sums]) -> _Sums:
+    return _Sums(*(np.concatenate(parts, axis=-1) for parts in zip(*sums, strict=True)))
+
+
+def _entries(sums: Sequence[_Sums]) -> tuple[Array, Array, Floats]:
+    """The sums of more than two variables: of each entry the number of its sum, its variable, its coefficient."""
+    most = max((len(own.weights) for own in sums), default=0)
+
+    def padded(array: NDArray[Any]) -> NDArray[Any]:
+        return np.pad(array, ((0, most - len(array)), (0, 0)))
+
+    kept = [_Sums(np.empty(0, np.int64), np.empty((most, 0), np.int64), np.empty((most, 0)))]
+    kept += [
+        _Sums(own.number, padded(np.where(own.weights == 0, ZERO, own.variables)), padded(own.weights)) for own in sums
+    ]
+    number, variables, weights = _joined(kept)
+    order = np.flatnonzero((weights != 0).sum(axis=0) > 2)
+    order = order[np.argsort(number[order], kind="stable")]
+    told = np.concatenate([variables, weights.view(np.int64)])[:, order]
+    by_content = np.lexsort(told) if order.size else order
+    new = np.append(True, (np.diff(told[:, by_content]) != 0).any(axis=0))[: order.size]
+    first = order[np.sort(by_content[new])]  # passes say the same of the same weights
+    rows, weights = variables[:, first].T, weights[:, first].T
+    here = weights != 0
+    return np.nonzero(here)[0], rows[here], weights[here]
 
 
 def _cancelled(terms: Terms) -> Terms:

@@ -15,6 +15,7 @@ DYNAMIC = frozenset(("getattr", "_modules", "_parameters", "_buffers", "children
                      "named_children", "named_modules", "named_parameters", "named_buffers", "state_dict",
                      "get_parameter", "get_submodule", "get_buffer", "__dict__", "vars"))  # fmt: skip
 SIZES = frozenset(("shape", "size", "len", "numel", "ndim"))
+_NOISE = frozenset(("torchvision.ops.stochastic_depth",))  # asks for the shape of what it multiplies
 
 
 def asks_for_mode(model: nn.Module) -> bool:
@@ -24,7 +25,8 @@ def asks_for_mode(model: nn.Module) -> bool:
 
 def asks_for_sizes(model: nn.Module) -> bool:
     """Whether a module has code of its own, beside torch's layers and constructors, that asks for sizes."""
-    return any(_names(code) & SIZES for code in _codes(model) if code.co_name != "__init__")
+    asking = (function for function in _own_functions(model) if function.__module__ not in _NOISE)
+    return any(_names(f.__code__) & SIZES for f in asking if f.__name__ != "__init__")
 
 
 def never_named(model: nn.Module, names: Iterable[str]) -> set[str]:
@@ -44,7 +46,11 @@ def never_named(model: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def _codes(model: nn.Module) -> Iterator[types.CodeType]:
-    """The code of all classes but torch's, of functions that modules hold, and of functions that these call."""
+    return (function.__code__ for function in _own_functions(model))
+
+
+def _own_functions(model: nn.Module) -> Iterator[types.FunctionType]:
+    """The functions of all classes but torch's, of functions that modules hold, and of functions that these call."""
     open_: list[Any] = []
     for kind in {kind for module in model.modules() for kind in type(module).__mro__}:
         if not kind.__module__.startswith(("torch.nn.", "builtins", "typing", "abc")):
@@ -58,7 +64,7 @@ def _codes(model: nn.Module) -> Iterator[types.CodeType]:
             if id(function) in seen or (function.__module__ or "").startswith("torch."):
                 continue
             seen.add(id(function))
-            yield function.__code__
+            yield function
             held = function.__globals__
             open_ += [held[n] for n in _names(function.__code__) if isinstance(held.get(n), types.FunctionType)]
             for cell in function.__closure__ or ():

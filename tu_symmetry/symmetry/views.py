@@ -441,9 +441,9 @@ def _blocks(ledger: Ledger, component: Array, outer: list[int]) -> Array:
     """One new unit for each block of units: blocks with the same content get the same unit."""
     inner = [k for k in range(component.ndim) if k not in outer]
     rows = component.transpose(*outer, *inner).reshape(math.prod(component.shape[k] for k in outer), -1)
-    _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(np.argsort(first))  # number blocks in order of appearance
-    units = ledger.fresh_units(len(first))[order[inverse.reshape(-1)]]
+    numbers: dict[bytes, int] = {}
+    order = [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]
+    units = ledger.fresh_units(len(numbers))[order]
     return units.reshape([component.shape[k] if k in outer else 1 for k in range(component.ndim)])
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from tu_symmetry.symmetry import views
-from tu_symmetry.symmetry.algebra import Value, along
+from tu_symmetry.symmetry.algebra import Value, along, leaves
 from tu_symmetry.symmetry.ledger import Ledger
 from tu_symmetry.symmetry.operators.indexing import meet
 from tu_symmetry.symmetry.rules import Call, register_rule, unknown
@@ -57,7 +57,7 @@ def gathered(ledger: Ledger, dealt: Dealt) -> Value:
 
 def dealt(call: Call, dealing: object, apply: Callable[[Call], list[Value]]) -> list[Dealt] | None:
     """What an operator makes of rows that are dealt out, or how it deals them out; None if it does neither."""
-    given = [a for a in tree_leaves(list(call.arguments.values())) if isinstance(a, Dealt)]
+    given = [a for a in leaves(list(call.arguments.values())) if isinstance(a, Dealt)]
     if call.name in GROUPED:
         return _by_offsets(call, dealing, apply)
     if call.name == "index" and not given:
