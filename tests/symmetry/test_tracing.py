@@ -15,9 +15,11 @@ import torch
 from oracle import judge
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from zoo import Net
 
 import tu_symmetry as tus
+from tu_symmetry.symmetry import source
 from tu_symmetry.symmetry.operators import RULES
 from tu_symmetry.symmetry.sizes import Following
 from tu_symmetry.symmetry.tracing import Trace, trace
@@ -460,3 +462,13 @@ def test_programs_that_others_stand_for_say_nothing_more(length: int, monkeypatc
     assert any(left) and sizes(graph)
     monkeypatch.setattr(Trace, "says_no_more_than", lambda one, other: False)
     assert str(tus.discover_symmetries(network, torch.randn(5, length, 3))) == str(graph)
+
+
+def test_stochastic_depth_asks_for_no_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = ConvNeXt([CNBlockConfig(4, 6, 1), CNBlockConfig(6, None, 1)], 0.5), torch.randn(2, 3, 16, 16)
+    assert not source.asks_for_sizes(network) and source.asks_for_sizes(Sized(lambda h: h[:, : h.shape[1] - 1]))
+    graph = tus.discover_symmetries(network, x)
+    assert sizes(graph) and graph.training == "followed"
+    monkeypatch.setattr(source, "_NOISE", frozenset())
+    assert source.asks_for_sizes(network)
+    assert str(tus.discover_symmetries(network, x)) == str(graph)
