@@ -53,23 +53,23 @@ class ScaleSystem:
 
     def _update(self) -> None:
         """Signed union-find over the roots that were tied: the nodes are +r and -r (as many numbers behind it)."""
-        zero = [np.array([ZERO]), *self._zero]
-        held = distinct(np.concatenate([*zero, *(tie[k] for tie in self._ties for k in (0, 1))]))
+        zero = np.concatenate([[ZERO], *self._zero])
+        met = np.zeros(self.count, dtype=bool)
+        for roots in (zero, *(tie[k] for tie in self._ties for k in (0, 1))):
+            met[roots] = True
+        held = np.flatnonzero(met)
         n = len(held)
-        rows, columns = [], []
+        place = np.cumsum(met) - 1
+        rows, columns = [place[zero], place[zero]], [place[zero] + n, np.zeros_like(zero)]
         for x, y, same in self._ties:
-            x, y = np.searchsorted(held, x), np.searchsorted(held, y)
+            x, y = place[x], place[y]
             rows += [x, x + n]
             columns += [np.where(same, y, y + n), np.where(same, y + n, y)]
-        for z in zero:
-            z = np.searchsorted(held, z)
-            rows += [z, z]
-            columns += [z + n, np.zeros_like(z)]
         a, b = np.concatenate(rows), np.concatenate(columns)
         graph = coo_array((np.ones(len(a), dtype=bool), (a, b)), shape=(2 * n, 2 * n))
         _, label = connected_components(graph, directed=False)
-        smallest = np.full(label.max() + 1, 2 * n)
-        np.minimum.at(smallest, label, np.arange(2 * n))
+        smallest = np.empty(label.max() + 1, dtype=np.int64)
+        smallest[label[::-1]] = np.arange(2 * n)[::-1]  # of several the last one stays
         plus, minus = smallest[label[:n]], smallest[label[n:]]
         root, sign = np.arange(self.count), np.ones(self.count)
         root[held], sign[held] = held[np.minimum(plus, minus % n)], np.where(plus < minus, 1.0, -1.0)
