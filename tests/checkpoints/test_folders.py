@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,15 @@ def test_damage_is_named(kind: str, tmp_path: Path) -> None:
     damage(folder / name)
     with pytest.raises(SampleFileError, match=message):
         tus.load_state(folder)
+
+
+def test_members_of_enumerations_are_read_as_python_3_11_2_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    folder = write(tmp_path / "a", network(0))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert same(tus.load_state(folder), network(0))
 
 
 class Code:
