@@ -170,6 +170,26 @@ def test_a_cut_run_resumes_and_members_do_not_depend_on_their_number(tmp_path: P
         torch.testing.assert_close(whole.states()[name][:2], t, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}], ids=str)
+def test_optimizers_of_another_layout_in_memory_resume(how: dict[str, bool], tmp_path: Path) -> None:
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, **how)
+    whole, rest = (MembersRoutine(Plain().double(), 3, optimizer=sgd) for _ in range(2))
+    epochs(tmp_path, 3).fit(whole, datamodule=data(3))
+    saving = ModelCheckpoint(tmp_path, filename="cut", every_n_train_steps=1)
+    epochs(tmp_path, -1, saving, max_steps=6).fit(
+        MembersRoutine(Plain().double(), 3, optimizer=sgd), datamodule=data(3)
+    )
+    cut = torch.load(saving.best_model_path, weights_only=True)
+    kept = cut["optimizer_states"][0]["state"].values()
+    assert any(not own["momentum_buffer"].is_contiguous() for own in kept)
+    for own in kept:
+        own["momentum_buffer"] = own["momentum_buffer"].contiguous()  # as earlier versions wrote it
+    torch.save(cut, tmp_path / "other.ckpt")
+    epochs(tmp_path, 3).fit(rest, datamodule=data(3), ckpt_path=tmp_path / "other.ckpt")
+    for name, t in rest.states().items():
+        torch.testing.assert_close(whole.states()[name], t, rtol=1e-12, atol=1e-12)
+
+
 def test_members_start_from_given_states(tmp_path: Path) -> None:
     """No step: the states come out as they went in. Steps: as if fresh initializations had been those states."""
     torch.manual_seed(3)

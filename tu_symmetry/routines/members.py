@@ -39,6 +39,14 @@ class StackedNetworks(LightningModule):
             raise ValueError("LBFGS mixes the gradients of all networks: take an optimizer such as Adam or SGD")
         return made
 
+    def on_train_start(self) -> None:
+        """Lay what a resumed optimizer keeps in memory as the weights lie; fused ones take both in memory's order."""
+        for optimizer in self.trainer.optimizers:
+            for p, kept in optimizer.state.items():
+                for name, t in kept.items():
+                    if isinstance(t, Tensor) and t.shape == p.shape and t.stride() != p.stride():
+                        kept[name] = torch.empty_like(p, dtype=t.dtype).copy_(t)
+
     def network_states(self) -> list[States]:
         """The networks as a list of state dicts (views), as functions that take states read them from a routine."""
         return unstack({name: t.detach() for name, t in self.members.state_dict().items()})
@@ -192,6 +200,7 @@ class MembersRoutine(StackedNetworks, PredictiveRoutine):
 
     def on_train_start(self) -> None:
         """Count the training points; the loader makes batches of this process's members alone."""
+        super().on_train_start()
         self._points = training_points(self.trainer)
         loader: Any = self.trainer.train_dataloader
         if self._sizes and len(getattr(loader, "orders", ())) == self.num_members:
