@@ -127,16 +127,8 @@ class ScaleSystem:
             sums, others = [own for own in left if len(own.number)], later
             if progress:
                 self._update()
-        self._eliminate(
-            [
-                *sums,
-                *(
-                    _Sums(np.full(roots.shape[1], k), roots, weights)
-                    for k, c in others
-                    for roots, weights in self._reduced(c)
-                ),
-            ]
-        )
+        longer_ones = ((k, reduced) for k, constraint in others for reduced in self._reduced(constraint))
+        self._eliminate([*sums, *(_Sums(np.full(roots.shape[1], k), roots, own) for k, (roots, own) in longer_ones)])
 
     def _settle(self, roots: Array, weights: Floats) -> tuple[NDArray[np.bool_], bool]:
         """Use what sums of one or two variables say; returns (which sums have more, whether some said something)."""
