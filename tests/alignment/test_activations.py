@@ -66,7 +66,7 @@ def test_a_residual_stream_is_seen_in_all_its_places() -> None:
 
 PLANTED = (
     "mlp_relu batchnorm_cnn cnn_flatten resnet_batchnorm DenseConcat conv1d_transposed unet_concat conv3d GroupedConv "
-    "BlocksInBlocks CalledTwice GroupNormNet weight_norm transformer_separate Recurrent"
+    "BlocksInBlocks CalledTwice GroupNormNet weight_norm transformer_separate Recurrent PooledHeads grouped_query"
 )
 
 

@@ -6,7 +6,6 @@ are made. A residual stream shows up in several places, whose similarities add u
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -14,8 +13,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from tu_symmetry.alignment.assignment import assign_family, family_value
-from tu_symmetry.alignment.gram import Family, descendants, interact, is_below, own_member
+from tu_symmetry.alignment.assignment import assign_family, family_value, flat_source
+from tu_symmetry.alignment.gram import Family, descendants, own_member
 from tu_symmetry.alignment.matching import Matching, check_pair, descend, weight_distance
 from tu_symmetry.alignment.products import WeightSimilarities
 from tu_symmetry.evaluation import Moments, evaluating, forward, input_batches, on_device
@@ -31,6 +30,7 @@ _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
 _ORDINARY = 1e12
 _CONSTANT = 1e-12  # a variance below this part of the squared mean is rounding
+_SAME = 0.02  # relative difference of activations in half precision
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,10 @@ class _Place:
     side: Literal["input", "output"]
     axis: int
     member: PermutationMember
+
+
+_Wanted = tuple[str, _Place, Tensor]  # a group, a place, and the positions of the units there
+_Calls = dict[tuple[str, str], list[Tensor]]  # inputs and outputs of modules, one tensor for each call
 
 
 @leaves_randomness
@@ -56,9 +60,9 @@ def activation_matching(
     """Find the permutation of ``state`` whose hidden units behave most like those of ``reference_state`` on data.
 
     It maximizes the sum over all places of ``A_1^T A_2`` (``product``; arXiv 2401.00611, section 2) or of correlations.
-    Groups that no module shows (their layers are called as functions, or two nested groups share every place) are
-    matched by their weights, given all the others: ``by_weights`` names them. The batches, tensors or tuples whose
-    first element is the input, are read once, in bounded memory.
+    Groups that no module shows (their layers are called as functions, or other groups move the copies of their units in
+    every place) are matched by their weights, given all the others: ``by_weights`` names them. The batches, tensors or
+    tuples whose first element is the input, are read once, in bounded memory.
 
     Raises:
         SymmetryError: a state of another architecture, NaN or infinite weights.
@@ -78,7 +82,7 @@ def activation_matching(
     unseen: list[Family] = []
     for family in weights.plan.families:
         parents = {c.parent for c in family.children}
-        if any(g.name not in grams for g in family.groups if g.name not in parents) or _clash(family, places):
+        if any(g.name not in grams for g in family.groups if g.name not in parents):
             unseen.append(family)
             continue
         own = {}
@@ -102,7 +106,7 @@ def all_places(graph: SymmetryGraph, model: nn.Module) -> dict[str, list[_Place]
 
 
 def _places(graph: SymmetryGraph, model: nn.Module, group: PermutationGroup) -> list[_Place]:
-    """Inputs of the layers that read the group's units; failing these, outputs of the layers that make them."""
+    """Inputs of the layers that read the group's units, and outputs of the layers that make them."""
     modules = dict(model.named_modules())
     found: list[_Place] = []
     for member in (m for m in group.members if m.within_axis is None):
@@ -120,20 +124,7 @@ def _places(graph: SymmetryGraph, model: nn.Module, group: PermutationGroup) -> 
             elif isinstance(module, _NORMS):
                 axis = member.axis - len(graph.shapes[member.parameter]) if isinstance(module, nn.LayerNorm) else 1
                 found.append(_Place(path, "output", axis, member))
-    return [place for place in found if place.side == "input"] or found
-
-
-def _clash(family: Family, places: Mapping[str, list[_Place]]) -> bool:
-    """Whether two groups of a family that are not nested in one another move the same units of some place."""
-    shown = [(g, p) for g in family.groups for p in places[g.name]]
-    return any(
-        g is not h
-        and not is_below(g, h)
-        and not is_below(h, g)
-        and (p.module, p.side) == (q.module, q.side)
-        and interact(p.member, q.member)
-        for (g, p), (h, q) in itertools.combinations(shown, 2)
-    )
+    return found
 
 
 def _similarities(moments: Moments, similarity: Similarity) -> Tensor:
@@ -155,6 +146,19 @@ def _units(activation: Tensor, axis: int, index: Tensor) -> Tensor:
     return moved.index_select(0, index.reshape(-1).to(moved.device)).reshape(index.shape[0], -1)
 
 
+def _showing(wanted: list[_Wanted], plain: _Calls, moved: _Calls, sources: Mapping[str, Tensor]) -> list[_Wanted]:
+    """The places that show their group: inputs of layers, or failing these, outputs."""
+
+    def shows(name: str, place: _Place, index: Tensor) -> bool:
+        pairs = zip(*(run.get((place.module, place.side), []) for run in (plain, moved)), strict=True)
+        units = [[_units(t, place.axis, index).double() for t in pair] for pair in pairs]
+        return not any(bool((b - a[sources[name].to(a.device)]).norm() > _SAME * a.norm()) for a, b in units)
+
+    found = [one for one in wanted if shows(*one)]
+    read = {name for name, place, _ in found if place.side == "input"}
+    return [one for one in found if one[1].side == "input" or one[0] not in read]
+
+
 def observe(
     graph: SymmetryGraph,
     model: nn.Module,
@@ -164,8 +168,12 @@ def observe(
     places: Mapping[str, list[_Place]],
     similarity: Similarity,
 ) -> dict[tuple[str, str], Tensor]:
-    """Similarities that the data show: a group and a module to ``[units, units]``, blocks flattened, on the host."""
-    wanted: list[tuple[str, _Place, Tensor]] = []
+    """Similarities that the data show: a group and a module to ``[units, units]``, blocks flattened, on the host.
+
+    A place shows a group if a permutation of all groups changes nothing there but the order of this group's units: the
+    first batch tells. Elsewhere other groups move the copies of its units, or the samples. Inputs come before outputs.
+    """
+    wanted: list[_Wanted] = []
     for group in graph.permutations:
         below = descendants(graph, group)
         for place in places[group.name]:
@@ -173,7 +181,7 @@ def observe(
             if part is not None:
                 wanted.append((group.name, place, part.index.reshape(-1, part.index.shape[-1])))
     needed = {(place.module, place.side) for _, place, _ in wanted}
-    calls: dict[tuple[str, str], list[Tensor]] = {}  # inputs and outputs of modules, one tensor for each call
+    calls: _Calls = {}
 
     def capture(path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -186,13 +194,20 @@ def observe(
     moments: dict[tuple[str, str], Moments] = {}
     weights, device = on_device(reference_state)
     states = [weights, {n: t.to(weights[n]) for n, t in state.items()}]
+    rolled = {g.name: torch.arange(g.size, device="cpu").roll(1).expand(g.shape) for g in graph.permutations}
+
+    def run(one: Mapping[str, Tensor], inputs: Any) -> _Calls:
+        calls.clear()
+        forward(model, one, inputs)
+        return dict(calls)
+
     with evaluating(model, {path: capture(path) for path, _ in needed}):
-        for inputs in input_batches(dataloader, device):
-            seen = []
-            for one in states:
-                calls.clear()
-                forward(model, one, inputs)
-                seen.append(dict(calls))
+        for first, inputs in enumerate(input_batches(dataloader, device)):
+            seen = [run(one, inputs) for one in states]
+            if not first:
+                moved = run(permute_tensors(graph, rolled, weights), inputs)
+                sources = {g.name: flat_source(g, rolled) for g in graph.permutations}
+                wanted = _showing(wanted, seen[0], moved, sources)
             for name, place, index in wanted:
                 for a, b in zip(*(run.get((place.module, place.side), []) for run in seen), strict=True):
                     pair = [_units(t, place.axis, index) for t in (a, b)]
