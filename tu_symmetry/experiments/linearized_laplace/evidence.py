@@ -45,7 +45,7 @@ class Settings:
     """How the evidence is optimized, and the predictive computed.
 
     Attributes:
-        batch_size: the batch size of all passes over the data.
+        batch_size: the batch size of all passes over the data; on a CPU some hundred images are fastest.
         tolerance: largest change of a log precision at convergence.
         mode_tolerance: gradient norm of theta* in posterior standard deviations, over all directions together.
         max_iterations: largest number of directions that the search tries; None for its own limit.
