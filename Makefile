@@ -14,7 +14,7 @@ TORCH ?= torch>=2.14
 EMPTY ?= build/empty
 
 # What `make matrix` tests: interpreter and torch, the ends of what pyproject.toml allows and what lies between.
-MATRIX ?= python3.10,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14 python3.13,torch==2.11.* \
+MATRIX ?= python3.11,torch==2.11.* python3.11,torch>=2.14 python3.12,torch>=2.14 python3.13,torch==2.11.* \
           python3.13,torch>=2.14
 
 export OMP_NUM_THREADS ?= 1
@@ -135,12 +135,12 @@ $(VENV)/installed: $(BIN)/python pyproject.toml
 # A name on the PATH is not enough (version managers leave names behind that do not run), so each candidate is run.
 # Debian splits ensurepip from Python: there, the interpreter's own pip fills the new environment.
 %/bin/python:
-	@supported='import sys, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; \
-	for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11 python3.10 python); do \
+	@supported='import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'; \
+	for python in $(or $(PYTHON),python3 python3.12 python3.13 python3.11 python); do \
 	  if "$$python" -c "$$supported" 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
-	  echo "No supported Python found: $(or $(PYTHON),python3) is missing or is none of 3.10, 3.11, 3.12, 3.13." >&2; \
+	  echo "No supported Python found: $(or $(PYTHON),python3) is missing or is none of 3.11, 3.12, 3.13." >&2; \
 	  echo "Install one of them (with its venv module), or name one: make PYTHON=/path/to/python3.12 ..." >&2; \
 	  exit 1; \
 	fi; \

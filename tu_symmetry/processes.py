@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -260,8 +259,7 @@ def _caught(work: Callable[[], Any]) -> Exception | None:
     except Exception as raised:
         if count() == 1:
             raise
-        if sys.version_info >= (3, 11):
-            raised.add_note(f"in process {rank()}")
+        raised.add_note(f"in process {rank()}")
         return raised
     return None
 

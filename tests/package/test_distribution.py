@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,6 @@ from recipe_runs import run_table
 import tu_symmetry
 from tu_symmetry._extras import MissingExtraError
 from tu_symmetry.configs import resolve
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "tu_symmetry"

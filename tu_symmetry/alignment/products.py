@@ -33,7 +33,7 @@ from tu_symmetry.symmetry.groups import PermutationGroup
 from tu_symmetry.transfer import moved, numbers
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Orders = Mapping[tuple[str, int], Tensor]
 _MOST_AXES = 2

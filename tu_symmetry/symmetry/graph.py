@@ -33,7 +33,7 @@ from tu_symmetry.symmetry.verification import verify, verify_as
 from tu_symmetry.transfer import numbers
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 @dataclass(eq=False, repr=False)

@@ -18,7 +18,7 @@ from tu_symmetry.symmetry.elements import LogScale, Permutation, Signs
 from tu_symmetry.symmetry.graph import SymmetryGraph
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 _SWAG = {"_mean": 1.0, "_sq_mean": 2.0, "_covariance_sqrt": 1.0}  # statistic, and its power of the weights' factor
 _LIKE_GRADIENTS = frozenset({"momentum_buffer", "exp_avg", "exp_inf", "grad_avg", "prev"})
