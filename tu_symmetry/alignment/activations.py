@@ -208,6 +208,7 @@ def observe(
                 moved = run(permute_tensors(graph, rolled, weights), inputs)
                 sources = {g.name: flat_source(g, rolled) for g in graph.permutations}
                 wanted = _showing(wanted, seen[0], moved, sources)
+                needed &= {(place.module, place.side) for _, place, _ in wanted}  # what hooks keep of other batches
             for name, place, index in wanted:
                 for a, b in zip(*(run.get((place.module, place.side), []) for run in seen), strict=True):
                     pair = [_units(t, place.axis, index) for t in (a, b)]
