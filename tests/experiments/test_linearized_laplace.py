@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +362,21 @@ def test_an_evidence_that_was_cut_goes_on(table: tuple[Path, dict[str, Any]], tm
     with pytest.raises(FileError, match="is no sample store"):
         nowhere = {"CNN": Trained(CNN(width=2), tmp_path)}
         optimize_evidence(tmp_path, nowhere, DigitsDataModule(**SIZES), CHOICES, Settings())
+
+
+def test_every_row_says_how_far_it_is(
+    table: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Rows of large networks take hours: how many are done, which one is at work, and how far that is."""
+    networks = {"CNN": Trained(CNN(width=2), table[0] / "cnn" / "samples")}
+    settings = Settings(30, tolerance=0.1, mode_tolerance=0.5, num_samples=5, max_iterations=2)
+    monkeypatch.setattr(time, "monotonic", count(step=20).__next__)  # a line every 15 seconds
+    optimize_evidence(tmp_path, networks, DigitsDataModule(**SIZES), CHOICES[:1], settings, device="cpu")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rows done 0/4  of CNN, network itself" and lines[-1].startswith("rows done 4/4, ")
+    for stage in ("curvature batch 2/2", "evidence iteration 2", "prediction batch 2/2"):
+        now = [line.partition("  of CNN, M(θ*), several λ  now ") for line in lines]
+        assert any(done.endswith(" left") and what.startswith(stage) for done, _, what in now), lines
 
 
 @pytest.mark.parametrize(("name", "image"), [("table1", 8), ("table1-mnist-small", 14), ("table1-mnist", 28)])

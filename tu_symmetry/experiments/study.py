@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.evaluation import Batches, chosen_device
-from tu_symmetry.reporting.progress import Display
+from tu_symmetry.reporting.progress import Display, Progress, StageProgress, Tracker
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import digest_tensors
@@ -21,11 +21,24 @@ T = TypeVar("T")
 
 
 def tracked(description: str, jobs: Sequence[T], name: Callable[[T], str] | None = None) -> Iterator[T]:
-    """Jobs one after the other; how many are done is shown, and the name of the last one."""
+    """Jobs one after the other; how many are done is shown, and the name of the one at work."""
+    return (job for job, _ in followed(description, jobs, name))
+
+
+def followed(
+    description: str, jobs: Sequence[T], name: Callable[[T], str] | None = None
+) -> Iterator[tuple[T, Progress]]:
+    """The same, each job with an argument ``progress`` for the long computations that it is made of."""
     with Display().track(description, len(jobs)) as tracker:
-        for done, job in enumerate(jobs, 1):
-            yield job
-            tracker.update(done, **({} if name is None else {"of": name(job)}))
+        for done, job in enumerate(jobs):
+            of = {} if name is None else {"of": name(job)}
+            tracker.update(done, **of)
+            yield job, partial(_show, tracker, done, of, StageProgress())
+        tracker.update(len(jobs))
+
+
+def _show(tracker: Tracker, done: int, of: dict[str, str], job: StageProgress, info: dict[str, Any]) -> None:
+    tracker.update(done, **of, now=job.line(info))
 
 
 class Images:

@@ -23,7 +23,7 @@ from tu_symmetry.evaluation import Batches
 from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.rows import NETWORK, Choice, Where
-from tu_symmetry.experiments.study import Images, tracked
+from tu_symmetry.experiments.study import Images, followed
 from tu_symmetry.files import digest_folder, read_tensors, write_safetensors
 from tu_symmetry.laplace.curvature import fit_curvature
 from tu_symmetry.laplace.determinants import Hyperprior
@@ -35,6 +35,7 @@ from tu_symmetry.laplace.linearized import LinearizedLaplace
 from tu_symmetry.laplace.report import EvidenceResult, LaplaceHurtsWarning, NotConvergedWarning, PrunedGroupWarning
 from tu_symmetry.laplace.tangent import Linearization, TangentModel, evaluating, jacobians
 from tu_symmetry.posterior.samples import SampleStore
+from tu_symmetry.reporting.progress import Progress
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
@@ -137,13 +138,20 @@ class Work:
     """All rows of one network of a store, which is put into its architecture when the first row asks for it.
 
     ``place`` begins the names of the files of what ``full`` choices start from; None without such choices.
+    ``progress`` is told how far a row is.
     """
 
     def __init__(
-        self, trained: Trained, number: int, images: Images, settings: Settings, place: Path | None = None
+        self,
+        trained: Trained,
+        number: int,
+        images: Images,
+        settings: Settings,
+        place: Path | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.trained, self.number, self.images, self.settings = trained, number, images, settings
-        self.place = place
+        self.place, self.progress = place, progress
         self.train = Batches(images.train.x, images.train.y, settings.batch_size)
         self.test = Batches(images.test.x, images.test.y, settings.batch_size)
         self._fitted: dict[tuple[str, str], FittedLaplace] = {}
@@ -171,7 +179,7 @@ class Work:
                 curvature=choice.curvature,
                 parameters=None if last else matrices(model),
             )
-            self._fitted[kind] = la.fit(self.train).fitted
+            self._fitted[kind] = la.fit(self.train, progress=self.progress).fitted
         fitted = self._fitted[kind].restarted(evaluate_at="map" if choice.where == "map" else "tangent_mode")
         if choice.where != "map" and self.settings.stored_jacobian and not last:
             self._stored = self._stored or StoredJacobian(fitted.tangent, self.train)
@@ -185,12 +193,12 @@ class Work:
             la = self.resumed(la, choice._replace(where="tangent_mode"))
             for _ in range(self.settings.refreshes):
                 before, la = la.log_precision, self.retaken(la)
-                result = chosen(la, choice, self.settings)
+                result = chosen(la, choice, self.settings, self.progress)
                 moved = float((la.log_precision - before).abs().max())
                 if moved <= self.settings.tolerance:
                     break
         else:
-            result = chosen(la, choice, self.settings)
+            result = chosen(la, choice, self.settings, self.progress)
         if self.place is not None:
             self.place.parent.mkdir(parents=True, exist_ok=True)
             write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
@@ -215,7 +223,13 @@ class Work:
         network, change = (torch.cat(parts) for parts in zip(*pairs, strict=True))
         likelihood, whole = OutputsAt(network, network + change), fitted.curvature.whole
         blocks, summary = fit_curvature(
-            fitted.tangent, likelihood, self.train, fitted.groups, fitted.options, whole=whole
+            fitted.tangent,
+            likelihood,
+            self.train,
+            fitted.groups,
+            fitted.options,
+            whole=whole,
+            progress=self.progress,
         )
         return LinearizedLaplace.from_fitted(fitted.with_curvature(blocks, summary), self.train)
 
@@ -242,7 +256,11 @@ class Work:
         calibration = self.calibrated(la)
 
         def probabilities(x: Tensor) -> list[Tensor]:
-            batches = [self.predictives(la, part) for part in x.split(size)]
+            parts, batches = x.split(size), []
+            for part in parts:
+                batches.append(self.predictives(la, part))
+                if self.progress is not None:
+                    self.progress({"stage": "prediction", "batch": len(batches), "batches": len(parts)})
             return [torch.cat(own).double() for own in zip(*batches, strict=True)]
 
         other = [None, None] if self.images.other is None else probabilities(self.images.other)
@@ -263,7 +281,9 @@ class Work:
         }
 
 
-def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings) -> EvidenceResult:
+def chosen(
+    la: LinearizedLaplace, choice: Choice, settings: Settings, progress: Progress | None = None
+) -> EvidenceResult:
     """Have the evidence choose precisions; what its warnings would say stands in the tables."""
     with warnings.catch_warnings():
         for kind in (PrunedGroupWarning, NotConvergedWarning):
@@ -273,6 +293,7 @@ def chosen(la: LinearizedLaplace, choice: Choice, settings: Settings) -> Evidenc
             tolerance=settings.tolerance,
             mode_tolerance=settings.mode_tolerance,
             max_iterations=settings.max_iterations,
+            progress=progress,
         )
 
 
@@ -343,12 +364,14 @@ def all_rows(
     kept = {name: found.parts(out, asdict(settings), *digest, name) for name, found in networks.items()}
     full = any(choice.where == "full" for choice in choices)
     results: dict[str, dict[str, list[Any]]] = {}
-    jobs = [(k, name) for k in range(max(counts.values())) for name in networks if k < counts[name]]
-    for k, name in tracked("evidence", jobs, lambda job: job[1]):
-        work = Work(networks[name], k, images, settings, out / "parts" / f"{name}-{k}" if full else None)
-        for key in (NETWORK, *(choice.key for choice in choices)):
-            row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
-            results.setdefault(key, {}).setdefault(name, []).append(row)
+    own = [(k, name) for k in range(max(counts.values())) for name in networks if k < counts[name]]
+    jobs = [(*job, key) for job in own for key in (NETWORK, *(choice.key for choice in choices))]
+    for (k, name, key), progress in followed("rows", jobs, lambda job: f"{job[1]}, {paper.title_of(job[2])}"):
+        if key == NETWORK:
+            work = Work(networks[name], k, images, settings, out / "parts" / f"{name}-{k}" if full else None)
+        work.progress = progress
+        row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
+        results.setdefault(key, {}).setdefault(name, []).append(row)
     itself = results.pop(NETWORK)
     every = [row for by_name in results.values() for found in by_name.values() for row in found]
     parameters = {name: trained.size for name, trained in networks.items()}

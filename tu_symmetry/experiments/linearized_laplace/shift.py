@@ -23,7 +23,7 @@ from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import CALIBRATED, NETWORK, SCALED, Choice
-from tu_symmetry.experiments.study import Images, tracked
+from tu_symmetry.experiments.study import Images, followed
 from tu_symmetry.files import digest_folder
 from tu_symmetry.reporting import plots
 from tu_symmetry.reporting.grid import Grid
@@ -84,8 +84,8 @@ def measure_rotations(
     parts = networks.parts(out, asdict(settings), images.digest(), digest_tensors(*held_out), list(turned))
     results: dict[str, list[Any]] = {}
     count = len(networks.store())
-    for k in tracked("rotations", range(count)):
-        work = Work(networks, k, images, settings)
+    for k, progress in followed("rotations", range(count)):
+        work = Work(networks, k, images, settings, progress=progress)
         for key in keys:
             for name, row in parts.take(f"{k}-{key}", _rows, work, key, turned).items():
                 results.setdefault(name, []).append(row)

@@ -22,7 +22,7 @@ from tu_symmetry.datamodules import ImageDataModule
 from tu_symmetry.experiments.linearized_laplace import rows as paper
 from tu_symmetry.experiments.linearized_laplace.evidence import Settings, Trained, Work, groups_of
 from tu_symmetry.experiments.linearized_laplace.rows import Choice, Groups, Runs, Where
-from tu_symmetry.experiments.study import Images, tracked
+from tu_symmetry.experiments.study import Images, followed
 from tu_symmetry.laplace.function_posterior import gaussian_samples
 from tu_symmetry.metrics.functional import gaussian_wasserstein, predictive_total_variation
 from tu_symmetry.reporting import plots
@@ -79,8 +79,8 @@ def measure_training(
     kept = {name: own.parts(out, *made_from, name) for name, own in networks.items()}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in networks}
     jobs = [(name, k, record) for name, own in records.items() for k, record in enumerate(own)]
-    for name, k, record in tracked("training", jobs, lambda job: job[0]):
-        work = Work(networks[name], k, images, settings)
+    for (name, k, record), progress in followed("training", jobs, lambda job: job[0]):
+        work = Work(networks[name], k, images, settings, progress=progress)
         found = kept[name].take(f"{name}-{record.chain}-{record.step}", _snapshot, work, held_out, priors)
         runs[name].append({"chain": record.chain, "step": record.step, "epoch": record.step / per_epoch} | found)
     every = [run[prior] for own in runs.values() for run in own for prior in priors]
