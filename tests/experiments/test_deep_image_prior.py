@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.image import imread
+from recipe_runs import assert_goes_on
 from torch.distributions import MultivariateNormal
 from trainings import trainer
 
@@ -43,7 +44,7 @@ from tu_symmetry.experiments.deep_image_prior.report import (
     orderings,
     prior_table,
 )
-from tu_symmetry.files import read_tensors
+from tu_symmetry.files import FileError, read_tensors
 from tu_symmetry.reporting.grid import Grid
 from tu_symmetry.routines import DeepImagePriorRoutine, Reconstructions
 from tu_symmetry.tables.outcome import Outcome
@@ -264,6 +265,28 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
         exact = la.function_covariance()[1].diagonal().sqrt().view(1, 8, 8).float()
         drawn = read_tensors(tmp_path / "arrays.safetensors")[f"1.{ROWS.index(row)}.deviation"]
         assert float((drawn / exact - 1).abs().max()) < 4.5 / math.sqrt(2 * 400)
+
+
+def test_rows_that_were_cut_go_on(run, tmp_path):
+    """Image by image; the sampled evidence in the middle of its steps, too."""
+    root, found, _ = run
+
+    def linearized(out):
+        return linearized_posterior(out, root / "dip", small(), 1e-3, joint=True)
+
+    def masks(out):
+        return dropout_posterior(out, root / "dropout", small(0.2), num_samples=200)
+
+    def sampled(out, tv_weight=None):
+        options = {"num_steps": 3, "num_probes": 2, "num_samples": 20, "rank": 2, "patches": [1], "refresh_every": 1}
+        return sampled_posterior(out, root / "dip", small(), tv_weight=tv_weight, linearized_steps=5, **options)
+
+    assert assert_goes_on(linearized, tmp_path / "a").results == found
+    assert_goes_on(masks, tmp_path / "b")
+    assert len(assert_goes_on(sampled, tmp_path / "c").results["rows"]) == 12
+    assert len(list((tmp_path / "c").rglob("*.steps.safetensors"))) == 4
+    with pytest.raises(FileError, match="other options"):
+        sampled(tmp_path / "c", 1e-3)
 
 
 def test_samples_at_full_rank_agree_with_what_is_exact(run, tmp_path):

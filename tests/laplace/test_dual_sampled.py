@@ -6,6 +6,7 @@ import pytest
 import torch
 from dual_oracles import NOISE, PHI, SHAPE, case, misses
 
+from tu_symmetry.files import FileError
 from tu_symmetry.laplace import DualLaplace, SampledEvidence, TotalVariation
 from tu_symmetry.laplace.dual import jacobian
 from tu_symmetry.laplace.dual.hyperpriors import differences
@@ -208,6 +209,28 @@ def test_adam_on_stochastic_gradients_reaches_the_dense_optimum():
     result = found.adam(noise_variance=0.5, num_steps=25, lr=0.2, decay_every=15, refresh_every=10)
     first, last = (dense.value_and_gradient(phi)[0] for phi in (start, joined(result)))
     assert last < first - 0.5 * (first - best)
+
+
+def test_adam_that_was_cut_goes_on_as_if_it_had_not_been(tmp_path):
+    """Between two checkpoints; with more steps than the first call had; a damaged file is an error."""
+    evidence, options = sampled(case(7), num_samples=4), {"lr": 0.2, "decay_every": 5, "refresh_every": 3}
+    whole, told, file = evidence.adam(num_steps=11, **options), [], tmp_path / "new" / "steps.safetensors"
+
+    def cut(info):
+        told.append(info["step"])
+        if len(told) == 8:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evidence.adam(num_steps=11, checkpoint=file, progress=cut, **options)
+    again = evidence.adam(num_steps=11, checkpoint=file, progress=cut, **options)
+    assert told == [*range(1, 9), *range(7, 12)]
+    assert again.noise_variances == whole.noise_variances and torch.equal(joined(again), joined(whole))
+    finished = evidence.adam(num_steps=11, checkpoint=file, progress=cut, **options)
+    assert len(told) == 13 and torch.equal(joined(finished), joined(whole))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(FileError, match="truncated"):
+        evidence.adam(num_steps=11, checkpoint=file, **options)
 
 
 def test_unfinished_solves_and_bad_input_are_told():

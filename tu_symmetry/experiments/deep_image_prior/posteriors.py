@@ -6,8 +6,9 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from tu_symmetry.evaluation import chosen_device
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
-from tu_symmetry.files import write_safetensors
+from tu_symmetry.experiments.study import followed, tracked
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
 from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
@@ -27,10 +29,11 @@ from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.posterior.hamiltonian import HamiltonianChain, sample_sizes
 from tu_symmetry.posterior.network import BayesianNetwork, initialized
 from tu_symmetry.reporting.grid import Grid, measured
+from tu_symmetry.reporting.progress import Progress
 from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality, total_variation
 from tu_symmetry.sparse import gram, sparse_rows
 from tu_symmetry.states import evenly
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
 JITTER = 1e-6  # on every predictive covariance, as in the authors' code
 RANK = 100  # of the pseudo-inverse that maps noise to the image
@@ -125,24 +128,24 @@ class Scored:
 
 
 class _Rows:
-    """What is kept for the table and the figures."""
+    """What is kept of one problem for the table and the figures."""
 
-    def __init__(self, reconstructions: Path) -> None:
-        self.found = Reconstructions.load(reconstructions)
+    def __init__(self, found: Reconstructions, index: int) -> None:
+        self.problem, self.index = found.problem, index
         self.entries: list[dict[str, Any]] = []
         self.arrays: dict[str, Tensor] = {}
-        self.histories: dict[str, dict[str, list[float]]] = {}
-        self.hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
+        self.histories: dict[str, list[float]] = {}
+        self.hyperparameters: dict[str, dict[str, float]] = {}
 
-    def add(self, row: str, index: int, mean: Tensor, covariance: Tensor, extra: float, **further: Any) -> None:
-        """Score one image: log-likelihood a pixel, PSNR, SSIM, and the normalized errors for the calibration."""
-        problem = self.found.problem
+    def add(self, row: str, mean: Tensor, covariance: Tensor, extra: float, **further: Any) -> None:
+        """Score the image: log-likelihood a pixel, PSNR, SSIM, and the normalized errors for the calibration."""
+        problem, index = self.problem, self.index
         truth = problem.truth[index : index + 1].double()
         mean, covariance = mean.cpu().view(truth.shape), covariance.cpu()
         error = (truth - mean).reshape(-1)
         psnr, ssim = image_quality(mean, truth)
         deviation = (covariance.diagonal().clamp(min=0) + extra).sqrt()
-        self.keep(row, index, mean=mean[0], deviation=deviation.view(truth.shape[1:]))
+        self.keep(row, mean=mean[0], deviation=deviation.view(truth.shape[1:]))
         self.entries.append(
             {
                 "row": row,
@@ -161,7 +164,6 @@ class _Rows:
     def add_patches(
         self,
         row: str,
-        index: int,
         mean: Tensor,
         drawn: Tensor,
         sides: Sequence[int],
@@ -169,8 +171,8 @@ class _Rows:
         scored: Scored | None = None,
         **further: Any,
     ) -> None:
-        """Score one image by its patches, from deviations ``[samples, pixels]``; none of them for ``extra`` alone."""
-        truth = self.found.problem.truth[index].double()
+        """Score the image by its patches, from deviations ``[samples, pixels]``; none of them for ``extra`` alone."""
+        truth = self.problem.truth[self.index].double()
         mean = mean.double().cpu().view(truth.shape)
         part = slice(*scored.inner) if scored is not None and scored.inner is not None else slice(None)
         seen = (image[None, :, part, part] for image in (mean, truth))
@@ -178,27 +180,56 @@ class _Rows:
         spread = torch.zeros(truth.numel(), dtype=torch.float64, device="cpu")
         for part in drawn.split(256):
             spread += part.double().square().sum(0) / max(1, len(drawn))
-        self.keep(row, index, mean=mean, deviation=(spread + extra).sqrt().view(truth.shape))
-        facts = {"row": row, "problem": index, "psnr": psnr, "ssim": ssim, **further}
+        self.keep(row, mean=mean, deviation=(spread + extra).sqrt().view(truth.shape))
+        facts = {"row": row, "problem": self.index, "psnr": psnr, "ssim": ssim, **further}
         for side in sides:
             density = patch_log_density(truth - mean, drawn, side, extra, scored=scored)
             self.entries.append(facts | {"patch": side, "log_likelihood": density})
 
-    def keep(self, row: str, index: int, **images: Tensor) -> None:
+    def keep(self, row: str, **images: Tensor) -> None:
         for what, image in images.items():
-            self.arrays[f"{index}.{ROWS.index(row)}.{what}"] = image.float().cpu().contiguous()
+            self.arrays[f"{self.index}.{ROWS.index(row)}.{what}"] = image.float().cpu().contiguous()
 
-    def fitted(self, row: str, index: int, history: list[float], hyperparameters: dict[str, float]) -> None:
-        self.histories.setdefault(row, {})[str(index)] = history
-        self.hyperparameters.setdefault(row, {})[str(index)] = hyperparameters
+    def fitted(self, row: str, history: list[float], hyperparameters: dict[str, float]) -> None:
+        self.histories[row], self.hyperparameters[row] = history, hyperparameters
 
-    def saved(self, out: Path, headline: str, **further: Any) -> Outcome:
-        """Write the images; everything else is the outcome."""
-        out.mkdir(parents=True, exist_ok=True)
-        write_safetensors(out / ARRAYS, self.arrays, {})
-        return Outcome(
-            {"rows": self.entries, **further}, f"{len({e['problem'] for e in self.entries})} posteriors {headline}"
-        )
+
+class _Kept:
+    """The rows of all problems, each in the ``parts`` of ``out`` as soon as it is made, with its images beside it."""
+
+    def __init__(self, out: Path, reconstructions: Path, model: nn.Module, **options: Any) -> None:
+        self.out, self.found = out, Reconstructions.load(reconstructions)
+        given = digest_tensors(*self.found.states.values(), self.found.problem.truth, self.found.problem.measurements)
+        self.parts = Parts(out / "parts", [given, repr(model), repr(options)])
+        self.entries: list[dict[str, Any]] = []
+        self.arrays: dict[str, Tensor] = {}
+        self.histories: dict[str, dict[str, list[float]]] = {}
+        self.hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
+
+    def take(self, name: str, index: int, make: Callable[..., dict[str, Any] | None], *arguments: Any) -> Any:
+        """What ``make(rows, *arguments)`` returns, which adds rows of a problem, and is called where none are kept."""
+        images = self.parts.path(name).with_suffix(".safetensors")
+
+        def made() -> dict[str, Any]:
+            rows = _Rows(self.found, index)
+            further = make(rows, *arguments)
+            write_safetensors(images, rows.arrays)
+            facts = {what: getattr(rows, what) for what in ("entries", "histories", "hyperparameters")}
+            return facts | {"further": further}
+
+        part = self.parts.take(name, made)
+        self.entries += part["entries"]
+        self.arrays |= read_tensors(images)
+        for own, new in ((self.histories, part["histories"]), (self.hyperparameters, part["hyperparameters"])):
+            for row, value in new.items():
+                own.setdefault(row, {})[str(index)] = value
+        return part["further"]
+
+    def saved(self, headline: str, **further: Any) -> Outcome:
+        """Write the images of all; everything else is the outcome."""
+        write_safetensors(self.out / ARRAYS, self.arrays)
+        count = len({e["problem"] for e in self.entries})
+        return Outcome({"rows": self.entries, **further}, f"{count} posteriors {headline}")
 
 
 def linearized_posterior(
@@ -220,40 +251,47 @@ def linearized_posterior(
     2206.08900; other rows take it at the trained weights), the column U-Net of that paper's Table 1. ``problems``: how
     many reconstructions, evenly spaced; None for all.
     """
-    rows, on = _Rows(reconstructions), chosen_device(device)
-    found = rows.found
-    true_noise = [math.nan] * len(found)
-    for index in evenly(len(found), problems):
+    kept = _Kept(out, reconstructions, model, tv_weight=tv_weight, by=(optimizer, num_steps, lr), joint=joint)
+    found, on = kept.found, chosen_device(device)
+
+    def make(rows: _Rows, progress: Progress) -> dict[str, Any]:
+        index = rows.index
         network, x, operator, y = one_problem(found, index, model)
         clean = operator @ found.problem.truth[index].double().reshape(-1)
-        true_noise[index] = float((found.problem.noise[index] * clean.abs().mean()) ** 2)
         gain, network = noise_gain(operator), network.to(on)
         la = DualLaplace(network, structured=unet_priors(network), observation=operator.to(on))
         la.fit([(x.to(on), y.to(on).unsqueeze(0))])
         start, none = la.phi, torch.zeros(operator.shape[1], operator.shape[1], dtype=torch.float64, device="cpu")
         mean = la.outputs
-        rows.add(DIP, index, mean, none, gain + JITTER)
+        rows.add(DIP, mean, none, gain + JITTER)
         places: dict[str, EvaluateAt] = {JOINT: "tangent_mode"}
         for row, hyperprior in (_hyperpriors(found, index, tv_weight) | ({JOINT: None} if joint else {})).items():
+            progress({"stage": row})
             la.evaluate_at, la.phi = places.get(row, "map"), start
             result = la.optimize_evidence(hyperprior=hyperprior, optimizer=optimizer, num_steps=num_steps, lr=lr)
             extra = la.noise_variance * gain + JITTER
             facts = {"noise_variance": la.noise_variance, "log_evidence": la.log_marginal_likelihood()}
             facts |= {"converged": result.converged, "evaluations": len(result.history)}
             if row == EVIDENCE:
-                rows.add(DIP_FITTED, index, mean, none, extra, noise_variance=la.noise_variance)
-            rows.add(row, index, mean, la.function_covariance()[1], extra, **facts)
-            rows.fitted(row, index, result.history, la.hyperparameters)
-            rows.keep(row, index, samples=la.function_samples(_SHOWN)[:, 0])
-            rows.keep(row, index, prior=la.function_samples(_SHOWN if index else _PRIOR, prior=True)[:, 0])
+                rows.add(DIP_FITTED, mean, none, extra, noise_variance=la.noise_variance)
+            rows.add(row, mean, la.function_covariance()[1], extra, **facts)
+            rows.fitted(row, result.history, la.hyperparameters)
+            rows.keep(row, samples=la.function_samples(_SHOWN)[:, 0])
+            rows.keep(row, prior=la.function_samples(_SHOWN if index else _PRIOR, prior=True)[:, 0])
             if index == 0:
-                rows.keep(row, index, points=result.points)
+                rows.keep(row, points=result.points)
                 lengths = torch.tensor([name.endswith("lengthscale") for name in la.names], device="cpu")
                 low = torch.tensor(la.bounds(), device="cpu")[:, 0]  # where neighboring weights are independent
                 la.phi = torch.where(lengths, low, la.phi)
-                rows.keep(row, index, factorized=la.function_samples(_PRIOR, prior=True)[:, 0])
-    further = {"hyperparameters": rows.hyperparameters, "names": la.names, "true_noise_variance": true_noise}
-    return rows.saved(out, "by the evidence", histories=rows.histories, **further)
+                rows.keep(row, factorized=la.function_samples(_PRIOR, prior=True)[:, 0])
+        return {"names": la.names, "noise": float((found.problem.noise[index] * clean.abs().mean()) ** 2)}
+
+    names, noise = [], [math.nan] * len(found)
+    for index, progress in followed("reconstructions", evenly(len(found), problems)):
+        facts = kept.take(str(index), index, make, progress)
+        names, noise[index] = facts["names"], facts["noise"]
+    further = {"hyperparameters": kept.hyperparameters, "names": names, "true_noise_variance": noise}
+    return kept.saved("by the evidence", histories=kept.histories, **further)
 
 
 def total_variation_prior(
@@ -316,20 +354,22 @@ def dropout_posterior(
     of full rank. ``problems``: how many reconstructions, evenly spaced; None for all. ``patches``,
     ``noise_correction`` and ``scored``: as for :func:`sampled_posterior`, for images whose covariance does not fit.
     """
-    rows, on = _Rows(reconstructions), chosen_device(device)
-    found = rows.found
+    how = (num_samples, patches, noise_correction, scored)
+    kept, on = _Kept(out, reconstructions, model, how=how), chosen_device(device)
+    found = kept.found
     size = max(patches) ** 2 if patches else found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
-    for index in evenly(len(found), problems):
-        network, x, operator, _ = one_problem(found, index, model)
+
+    def make(rows: _Rows) -> None:
+        network, x, operator, _ = one_problem(found, rows.index, model)
         network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
-        kept: dict[str, Any] = {"device": on, "dtype": torch.float64}
+        place: dict[str, Any] = {"device": on, "dtype": torch.float64}
         if patches:
-            kept = {"device": "cpu", "dtype": torch.float32}
-        samples = torch.empty(num_samples, operator.shape[1], **kept)
+            place = {"device": "cpu", "dtype": torch.float32}
+        samples = torch.empty(num_samples, operator.shape[1], **place)
         with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(index)
+            torch.manual_seed(rows.index)
             for part in samples.split(max(1, _MASKED // operator.shape[1])):
                 part.copy_(network(x.expand(len(part), -1, -1, -1)).flatten(1))
         if float(samples.std(0).max()) <= 1e3 * torch.finfo(torch.float32).eps * float(samples.abs().max()):
@@ -338,13 +378,16 @@ def dropout_posterior(
         if patches:
             centered = samples.sub_(mean)
             extra = JITTER + (noise_gain(operator) if noise_correction else 0.0)
-            rows.add_patches(DROPOUT, index, mean, centered, patches, extra, scored)
-            continue
+            rows.add_patches(DROPOUT, mean, centered, patches, extra, scored)
+            return
         centered = samples - mean
         covariance = centered.mT @ centered / (num_samples - 1)
-        rows.add(DROPOUT, index, mean, covariance, noise_gain(operator) + JITTER)
-        rows.keep(DROPOUT, index, samples=samples[:_SHOWN].view(-1, *found.images.shape[1:]))
-    return rows.saved(out, f"of {num_samples} masks")
+        rows.add(DROPOUT, mean, covariance, noise_gain(operator) + JITTER)
+        rows.keep(DROPOUT, samples=samples[:_SHOWN].view(-1, *found.images.shape[1:]))
+
+    for index in tracked("reconstructions", evenly(len(found), problems)):
+        kept.take(str(index), index, make)
+    return kept.saved(f"of {num_samples} masks")
 
 
 def _parts(total: int, most: int) -> Iterator[int]:
@@ -404,43 +447,57 @@ def sampled_posterior(
         raise ValueError(
             f"{num_samples} samples give a singular covariance of patches of {max(patches)} x {max(patches)}"
         )
-    rows, on = _Rows(reconstructions), chosen_device(device)
-    found, dtype = rows.found, torch.float64 if double else torch.float32
     options: dict[str, Any] = {"num_samples": num_probes, "rank": rank, "max_iterations": max_iterations}
     steps: dict[str, Any] = {"num_steps": num_steps, "lr": lr, "decay_every": decay_every}
     steps |= {"refresh_every": refresh_every, "hyperprior_probes": hyperprior_probes}
-    for index in range(len(found)):
+    at, how = (evaluate_at, linearized_steps), (num_samples, patches, noise_correction, assembled_jitter, scored)
+    by = {**options, **steps, "tv": (tv_weight, predcp_scale), "double": double, "at": at, "how": how}
+    kept, on = _Kept(out, reconstructions, model, **by), chosen_device(device)
+    found, dtype = kept.found, torch.float64 if double else torch.float32
+
+    @lru_cache(maxsize=1)
+    def begun(index: int) -> tuple[SampledEvidence, ObservedTangent, list[StructuredPrior], float]:
         network, x, operator, y = one_problem(found, index, model)
         observed, priors = _observed(network.to(on, dtype), x, operator)
-        at: dict[str, Any] = {"evaluate_at": evaluate_at}
+        own: dict[str, Any] = {"evaluate_at": evaluate_at}
         if evaluate_at == "map" and linearized_steps:
-            at["weights"] = linearized_weights(observed, y, num_steps=linearized_steps)
-        evidence = SampledEvidence(observed, priors, y, **at, **options)
-        gain = noise_gain(operator)
-        none = torch.zeros(0, operator.shape[1], dtype=torch.float64, device="cpu")
-        rows.add_patches(DIP, index, observed.base, none, patches, gain + JITTER, scored)
-        for row, hyperprior in _hyperpriors(found, index, tv_weight, predcp_scale).items():
-            phi, noise, history = evidence.adam(hyperprior=hyperprior, **steps)
-            if row == EVIDENCE:
-                extra = noise * gain + JITTER
-                rows.add_patches(DIP_FITTED, index, observed.base, none, patches, extra, scored, noise_variance=noise)
-            solver: dict[str, Any] = {"preconditioner": evidence.preconditioner(phi, noise)}
-            if assembled_jitter is not None:
-                solver = {"root": evidence.factor(phi, noise, jitter=assembled_jitter)}
-            drawn = torch.empty(num_samples, operator.shape[1], dtype=dtype, device="cpu")
-            for number, part in enumerate(drawn.split(16)):
-                zeta = evidence.samples(phi, noise, count=len(part), seed=16 * number + 1, **solver)[0]
-                part.copy_(observed.unobserved(zeta))
-            extra = JITTER + (noise * gain if noise_correction else 0.0)
-            rows.add_patches(row, index, observed.base, drawn, patches, extra, scored, noise_variance=noise)
-            hyperparameters = {
-                f"{prior.name}.{what}": math.exp(value)
-                for prior in priors
-                for what, value in zip(prior.hyperparameters, phi[prior.name].tolist(), strict=True)
-            }
-            rows.fitted(row, index, history, hyperparameters | {"noise_variance": noise})
-    further = {"hyperparameters": rows.hyperparameters, "noise_variances": rows.histories}
-    return rows.saved(out, f"by {num_samples} samples each", **further)
+            own["weights"] = linearized_weights(observed, y, num_steps=linearized_steps)
+        return SampledEvidence(observed, priors, y, **own, **options), observed, priors, noise_gain(operator)
+
+    def make(rows: _Rows, row: str, hyperprior: TotalVariation | None, progress: Progress) -> None:
+        evidence, observed, priors, gain = begun(rows.index)
+        name = f"{rows.index}-{ROWS.index(row)}-{kept.parts.key[:16]}"  # other options are other steps
+        file = kept.parts.folder / f"{name}.steps.safetensors"
+        phi, noise, history = evidence.adam(hyperprior=hyperprior, checkpoint=file, progress=progress, **steps)
+        if row == EVIDENCE:
+            none = torch.zeros(0, found.images[0].numel(), dtype=torch.float64, device="cpu")
+            rows.add_patches(DIP, observed.base, none, patches, gain + JITTER, scored)
+            extra = noise * gain + JITTER
+            rows.add_patches(DIP_FITTED, observed.base, none, patches, extra, scored, noise_variance=noise)
+        solver: dict[str, Any] = {"preconditioner": evidence.preconditioner(phi, noise)}
+        if assembled_jitter is not None:
+            solver = {"root": evidence.factor(phi, noise, jitter=assembled_jitter)}
+        drawn = torch.empty(num_samples, found.images[0].numel(), dtype=dtype, device="cpu")
+        parts = drawn.split(16)
+        for number, part in enumerate(parts):
+            zeta = evidence.samples(phi, noise, count=len(part), seed=16 * number + 1, **solver)[0]
+            part.copy_(observed.unobserved(zeta))
+            progress({"stage": "samples", "batch": number + 1, "batches": len(parts)})
+        extra = JITTER + (noise * gain if noise_correction else 0.0)
+        rows.add_patches(row, observed.base, drawn, patches, extra, scored, noise_variance=noise)
+        hyperparameters = {
+            f"{prior.name}.{what}": math.exp(value)
+            for prior in priors
+            for what, value in zip(prior.hyperparameters, phi[prior.name].tolist(), strict=True)
+        }
+        rows.fitted(row, history, hyperparameters | {"noise_variance": noise})
+
+    ways = {index: _hyperpriors(found, index, tv_weight, predcp_scale) for index in range(len(found))}
+    jobs = [(index, row) for index, own in ways.items() for row in own]
+    for (index, row), progress in followed("rows", jobs, lambda job: job[1]):
+        kept.take(f"{index}-{ROWS.index(row)}", index, make, row, ways[index][row], progress)
+    further = {"hyperparameters": kept.hyperparameters, "noise_variances": kept.histories}
+    return kept.saved(f"by {num_samples} samples each", **further)
 
 
 def sampled_against_exact(

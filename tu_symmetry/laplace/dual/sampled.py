@@ -10,11 +10,14 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from tu_symmetry.files import read_tensors, write_safetensors
 from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
 from tu_symmetry.laplace.dual.jacobian import ObservedTangent, require_measurements
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
@@ -22,6 +25,7 @@ from tu_symmetry.laplace.mode import EvaluateAt
 from tu_symmetry.processes import count, shared
 
 Product = Callable[[Tensor], Tensor]
+Progress = Callable[[dict[str, Any]], None]
 
 
 class SolverWarning(UserWarning):
@@ -291,11 +295,15 @@ class SampledEvidence:
         refresh_every: int = 100,
         hyperprior: TotalVariation | None = None,
         hyperprior_probes: int = 20,
+        checkpoint: Path | None = None,
+        progress: Progress | None = None,
     ) -> SampledResult:
         """Stochastic gradients for all hyperparameters; probes are drawn anew for each step.
 
         After ``decay_every`` steps the learning rate is halved, after ``refresh_every`` the preconditioner made anew.
-        The variances of a hyperprior are estimated once, by ``hyperprior_probes`` random signs of each block.
+        The variances of a hyperprior are estimated once, by ``hyperprior_probes`` random signs of each block. With a
+        ``checkpoint``, a safetensors file that is written with each preconditioner, the same call goes on from there
+        as if it had not been cut; ``progress`` is called after each step.
         """
         energy = None
         if hyperprior is not None:
@@ -304,13 +312,18 @@ class SampledEvidence:
         leaves = {name: prior.initial() for name, prior in self.blocks.items()}
         bounds = {n: torch.tensor(p.bounds(), dtype=torch.float64, device="cpu") for n, p in self.blocks.items()}
         noise = torch.tensor(math.log(noise_variance), dtype=torch.float64, device="cpu")
-        optimizer = torch.optim.Adam([*leaves.values(), noise], lr=lr)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, decay_every, 0.5)
+        values = [*leaves.values(), noise]
+        optimizer = torch.optim.Adam(values, lr=lr)
         history: list[float] = []
+        if checkpoint is not None and checkpoint.exists():
+            history = _resumed(checkpoint, values, optimizer)
         preconditioner = None
-        for step in range(num_steps):
+        for step in range(len(history), num_steps):
+            optimizer.param_groups[0]["lr"] = lr * 0.5 ** (step // decay_every)
             variance = float(noise.exp())
-            if step % refresh_every == 0:
+            if step % refresh_every == 0 or preconditioner is None:
+                if checkpoint is not None and history:
+                    _keep(checkpoint, values, optimizer, history)
                 preconditioner = self.preconditioner(leaves, variance)
             slopes, noise_slope = self.gradient(leaves, variance, seed=7919 * (step + 1), preconditioner=preconditioner)
             for name, slope in ({} if energy is None else slopes_of(energy, leaves)).items():
@@ -319,11 +332,40 @@ class SampledEvidence:
                 own.grad = slopes[name]
             noise.grad = torch.tensor(noise_slope, dtype=torch.float64, device="cpu")
             optimizer.step()
-            schedule.step()
             for name, own in leaves.items():
                 own.copy_(own.clamp(bounds[name][:, 0], bounds[name][:, 1]))
             history.append(float(noise.exp()))
+            if progress is not None:
+                progress({"stage": "evidence", "step": step + 1, "batches": num_steps, "noise_variance": history[-1]})
+        if checkpoint is not None:
+            _keep(checkpoint, values, optimizer, history)
         return SampledResult(leaves, float(noise.exp()), history)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
+
+
+def _keep(path: Path, values: list[Tensor], optimizer: torch.optim.Optimizer, history: list[float]) -> None:
+    """Write the values of Adam's steps, and its moments."""
+    moments = {name: parameters_to_vector([optimizer.state[t][name] for t in values]) for name in _MOMENTS}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    past = torch.tensor(history, dtype=torch.float64, device="cpu")
+    write_safetensors(path, {"values": parameters_to_vector(values), "history": past, **moments})
+
+
+def _resumed(path: Path, values: list[Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
+    """Read them again; the history comes back."""
+    held = read_tensors(path)
+    vector_to_parameters(held["values"], values)
+    history: list[float] = held["history"].tolist()
+    for t in values:
+        optimizer.state[t] = {"step": torch.tensor(float(len(history)), device="cpu")}
+    for name in _MOMENTS:
+        moments = [torch.empty_like(t) for t in values]
+        vector_to_parameters(held[name], moments)
+        for t, own in zip(values, moments, strict=True):
+            optimizer.state[t][name] = own
+    return history
 
 
 def linearized_weights(
