@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_runs import RECIPES, commands_of
+from recipe_runs import RECIPES, assert_goes_on, commands_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -290,6 +290,23 @@ def test_arguments_that_make_no_sense(
         few.append(stack_states([whole[k] for k in range(count)]), chain=range(count), step=[0] * count)
     with pytest.raises((ValueError, FileError), match=message):
         measure(tmp_path / "b", architecture("resnet"), data(), samples, out / "matching", **options)
+
+
+def test_what_was_cut_goes_on(trained: tuple[Path, dict[str, dict[str, Any]]], tmp_path: Path) -> None:
+    """A matching method by method, barriers pair by pair."""
+    out = trained[0] / "resnet"
+    given: Any = (architecture("resnet"), data(), out / "samples")
+
+    def matching(folder: Path) -> Outcome:
+        return match(folder, *given, list(METHODS), images=100, batch_size=50, epochs=1)
+
+    def barriers(folder: Path) -> Outcome:
+        return measure(folder, *given, out / "matching", points=3, statistics=200, held_out=60)
+
+    for name, command in (("matching", matching), ("barriers", barriers)):
+        assert assert_goes_on(command, tmp_path / name).results == Outcome.load(out / name).results
+    with pytest.raises(FileError, match="other options"):
+        measure(out / "barriers", *given, out / "matching", points=5, statistics=200, held_out=60)
 
 
 def planted_results(narrow: float, wide: float, repaired: float, control: float, other: float) -> dict[str, Any]:

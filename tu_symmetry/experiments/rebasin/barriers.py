@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any, get_args
@@ -27,7 +28,7 @@ from tu_symmetry.experiments.rebasin.matching import Members
 from tu_symmetry.experiments.study import tracked
 from tu_symmetry.files import FileError
 from tu_symmetry.states import State, mean_state, stack_states
-from tu_symmetry.tables.outcome import Outcome
+from tu_symmetry.tables.outcome import Outcome, Parts
 
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
 Scores = dict[str, float]
@@ -48,7 +49,8 @@ def measure(
 
     Args:
         data: losses are of its test set, statistics of its training set.
-        matching: folder of :func:`~tu_symmetry.experiments.rebasin.match`, whose methods are measured.
+        matching: folder of :func:`~tu_symmetry.experiments.rebasin.match`, whose methods are measured; each path is
+            kept in the ``parts`` of ``out``.
         points: evenly spaced points on each path, both ends and the middle included (an odd number).
         statistics: training images, the first ones, for re-estimated statistics and REPAIR.
         held_out: test images, the last ones, on which temperatures are tuned; the others measure losses.
@@ -85,20 +87,30 @@ def measure(
     together = mean_probabilities(members.model, stack_states(members.states), test)
     loss = float(-together.gather(1, test.y[:, None]).clamp(min=1e-30).log().mean())
     ensemble = {"loss": loss, "accuracy": accuracy(together, test.y)}
-    methods: dict[str, Any] = {}
-    for method in tracked("measuring", list(found["methods"]), str):
-        states = members.matched(moves[method])
-        paths: dict[str, list[Any]] = {correction: [] for correction in measured}
-        for i, j in members.pairs:
-            a, b = states[i], states[j]
-            inner = [merged([a, b], [1 - ratio, ratio], interpolate(a, b, ratio)) for ratio in ratios[1:-1]]
-            for correction, own in paths.items():
-                own.append(path_scores([singles[i], *(point[correction] for point in inner), singles[j]]))
-        mean = merged(states, [1 / len(states)] * len(states), mean_state(states))
-        methods[method] = {"paths": paths, "mean": mean}
+    matched = lru_cache(maxsize=1)(lambda method: members.matched(moves[method]))
+
+    def path(method: str, i: int, j: int) -> dict[str, Any]:
+        a, b = matched(method)[i], matched(method)[j]
+        inner = [merged([a, b], [1 - ratio, ratio], interpolate(a, b, ratio)) for ratio in ratios[1:-1]]
+        return {c: path_scores([singles[i], *(point[c] for point in inner), singles[j]]) for c in measured}
+
+    def mean(method: str) -> dict[str, Scores]:
+        states = matched(method)
+        return merged(states, [1 / len(states)] * len(states), mean_state(states))
+
+    parts = Parts(out / "parts", [found, moves, members.digest(), repr(model), points, statistics, held_out])
+    methods: dict[str, Any] = {method: {"paths": {c: [] for c in measured}} for method in found["methods"]}
+    for method, pair in tracked("measuring", [(m, p) for m in methods for p in (*members.pairs, None)], lambda j: j[0]):
+        if pair is None:
+            methods[method]["mean"] = parts.take(f"{method}-mean", mean, method)
+            continue
+        kept = parts.take(f"{method}-{pair[0]}-{pair[1]}", path, method, *pair)
+        for correction, own in methods[method]["paths"].items():
+            own.append(kept[correction])
 
     def mean_barrier(method: str, correction: str) -> str:
-        return f"{fmean(path['barrier'] for path in methods[method]['paths'][correction]):.2f}"
+        barriers = (own["barrier"] for own in methods[method]["paths"][correction])
+        return f"{fmean(math.inf if barrier is None else barrier for barrier in barriers):.2f}"
 
     shown = (" → ".join([name, *(mean_barrier(name, c) for c in measured if c != "repair")]) for name in methods)
     return Outcome(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tu_symmetry.alignment.activations import Similarity
@@ -30,7 +30,7 @@ from tu_symmetry.scaling.folding import fold_norms
 from tu_symmetry.states import State, unstack
 from tu_symmetry.symmetry.action import apply_linear, apply_signed
 from tu_symmetry.symmetry.elements import SignedPermutation, compose, identity_permutation, invert, transposition_count
-from tu_symmetry.tables.outcome import Outcome, digest_tensors
+from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
 
 Method = Literal[
     "weights",
@@ -42,7 +42,7 @@ Method = Literal[
     "straight_through_rotated",
     "universe",
 ]
-Move = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]  # a permutation, then signs, then rotations
+Move = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # a permutation, then signs, then rotations
 OVER: dict[str, tuple[Over, ...]] = {
     "signed": ("permutations", "signs"),
     "rotated": ("permutations", "signs", "rotations"),
@@ -72,11 +72,19 @@ class Members(Study):
     def matched(self, moves: Sequence[Move]) -> list[State]:
         """The networks, each moved by its permutation, signs and rotations, of tensors or of lists as in results."""
         found = []
-        for move, state in zip(moves, self.states, strict=True):
-            permutation, signs, maps = ({n: torch.as_tensor(t, device="cpu") for n, t in part.items()} for part in move)
+        for (permutation, signs, maps), state in zip(in_tensors(moves), self.states, strict=True):
             moved = apply_signed(self.graph, SignedPermutation(permutation, signs), state)
             found.append(apply_linear(self.graph, maps, moved))
         return found
+
+
+def in_tensors(moves: Sequence[Move]) -> list[Move]:
+    """Moves of tensors, or of lists as in results, in tensors."""
+
+    def part(given: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.as_tensor(t, device="cpu") for name, t in given.items()}
+
+    return [(part(permutation), part(signs), part(maps)) for permutation, signs, maps in moves]
 
 
 def match(
@@ -97,36 +105,42 @@ def match(
     Args:
         methods: ``weights``, ``activations`` and ``straight_through`` match each network to the first one, ``universe``
             matches all of them at once. ``signed`` is ``weights`` over signs too, ``rotated`` over signs and rotations,
-            ``straight_through_signed`` and ``straight_through_rotated`` likewise.
+            ``straight_through_signed`` and ``straight_through_rotated`` likewise. Each is kept in the ``parts`` of
+            ``out``.
         images: training images, the first ones, for activation and straight-through matching.
     """
     members = Members(model, data, samples, device)
     graph, states = members.graph, members.states
     batches = members.first_images(images, batch_size)
 
-    def moves_of(method: Method) -> Sequence[Move]:
+    options = (images, similarity, batch_size, epochs, learning_rate)
+    parts = Parts(out / "parts", [members.networks, members.digest(), repr(model), options])
+
+    def moves_of(method: Method) -> dict[str, Sequence[Move]]:
         over = OVER.get(method, ("permutations",))
         if method.startswith("straight_through"):
-            options: dict[str, Any] = {"over": over, "epochs": epochs, "learning_rate": learning_rate}
+            how: dict[str, Any] = {"over": over, "epochs": epochs, "learning_rate": learning_rate}
             found = [
-                straight_through_matching(graph, model, states[0], state, batches, cross_entropy, **options)
+                straight_through_matching(graph, model, states[0], state, batches, cross_entropy, **how)
                 for state in states[1:]
             ]
-            return [(identity_permutation(graph), {}, {}), *((one.permutation, one.signs, one.maps) for one in found)]
+            moves = [(one.permutation, one.signs, one.maps) for one in found]
+            return {"moves": [(identity_permutation(graph), {}, {}), *moves]}
         if method == "activations":
-            how: dict[str, Any] = {"match_on": method, "model": model, "dataloader": batches, "similarity": similarity}
+            how = {"match_on": method, "model": model, "dataloader": batches, "similarity": similarity}
         else:
             reference: Reference = "universe" if method == "universe" else "first"
             how = {"reference": reference, "over": over}
         one = align(graph, states, **how)
-        return list(zip(one.permutations, one.signs, one.maps, strict=True))
+        return {"moves": list(zip(one.permutations, one.signs, one.maps, strict=True))}
 
     found: dict[str, Sequence[Move]] = {"none": [(identity_permutation(graph), {}, {})] * len(states)}
-    found |= {method: moves_of(method) for method in tracked("matching", methods, str)}
+    for method in tracked("matching", methods, str):
+        found[method] = in_tensors(parts.take(method, moves_of, method)["moves"])
     results: dict[str, dict[str, Any]] = {}
     for name, given in found.items():
         moved = members.matched(given)
-        orders = [{group: indices.cpu() for group, indices in p.items()} for p, _, _ in given]
+        orders = [p for p, _, _ in given]
         results[name] = {
             "transpositions": [transposition_count(compose(invert(orders[0]), p)) for p in orders],
             "sign_changes": [sum(int((s < 0).sum()) for s in signs.values()) for _, signs, _ in given],
