@@ -32,12 +32,15 @@ from tu_symmetry.experiments.linearized_laplace import (
     report_depths,
 )
 from tu_symmetry.experiments.linearized_laplace.depth import rank_table
+from tu_symmetry.experiments.linearized_laplace.evidence import Work
 from tu_symmetry.experiments.linearized_laplace.networks import matrices
 from tu_symmetry.experiments.linearized_laplace.rows import OPEN, Choice, marks, parse_all, scores, title_of
 from tu_symmetry.experiments.linearized_laplace.toy import band_title, bands_table
 from tu_symmetry.experiments.rebasin import ResNet
-from tu_symmetry.files import FileError
+from tu_symmetry.experiments.study import Images
+from tu_symmetry.files import FileError, read_tensors
 from tu_symmetry.laplace.linearized import LinearizedLaplace
+from tu_symmetry.laplace.report import EvidenceResult
 from tu_symmetry.posterior.network import initialized
 from tu_symmetry.posterior.samples import SampleStore
 from tu_symmetry.symmetry.discovery import discover_symmetries
@@ -362,6 +365,37 @@ def test_an_evidence_that_was_cut_goes_on(table: tuple[Path, dict[str, Any]], tm
     with pytest.raises(FileError, match="is no sample store"):
         nowhere = {"CNN": Trained(CNN(width=2), tmp_path)}
         optimize_evidence(tmp_path, nowhere, DigitsDataModule(**SIZES), CHOICES, Settings())
+
+
+@pytest.mark.parametrize("choice", ["tangent_mode/per_group", "tangent_mode/single/flat"])
+def test_a_search_that_was_cut_goes_on(
+    choice: str, table: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the weights and precisions of its last minute, to the same optimum."""
+    data, trained, told = DigitsDataModule(**SIZES), Trained(CNN(width=2), table[0] / "cnn" / "samples"), []
+    settings = Settings(30, tolerance=1e-3, mode_tolerance=0.01)
+
+    def cut(info: dict[str, Any]) -> None:
+        told.append(info)
+        if info.get("iteration") == 3:
+            raise KeyboardInterrupt
+
+    def optimized(place: Path | None, progress: Any = None) -> tuple[LinearizedLaplace, EvidenceResult]:
+        work = Work(trained, 0, Images(data, "cpu"), settings, place, progress=progress)
+        return work.optimize(Choice.parse(choice))[:2]
+
+    whole, found = optimized(None)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(time, "monotonic", count(step=100).__next__)
+        optimized(tmp_path / "new" / "CNN-0", cut)
+    (file,) = (tmp_path / "new").iterdir()
+    kept = read_tensors(file)
+    assert kept["iteration"] == 2 and torch.equal(kept["theta"], told[-2]["theta"])
+    la, again = optimized(tmp_path / "new" / "CNN-0", told.append)
+    assert torch.equal(next(info for info in told[::-1] if info.get("iteration") == 0)["theta"], kept["theta"])
+    assert found.converged and again.converged and again.iterations > 2 and not file.exists()
+    torch.testing.assert_close(la.log_precision, whole.log_precision, atol=0.02, rtol=0)
+    assert again.log_marginal_likelihood == pytest.approx(found.log_marginal_likelihood, abs=0.01)
 
 
 def test_every_row_says_how_far_it_is(

@@ -8,9 +8,10 @@ the outputs of the tangent model at θ*, where it is taken anew as θ* moves.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -39,6 +40,8 @@ from tu_symmetry.reporting.progress import Progress
 from tu_symmetry.symmetry.discovery import discover_symmetries
 from tu_symmetry.symmetry.graph import SymmetryGraph
 from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
+
+_KEPT_EVERY = 60.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,8 @@ class OutputsAt(Categorical):
 class Work:
     """All rows of one network of a store, which is put into its architecture when the first row asks for it.
 
-    ``place`` begins the names of the files of what ``full`` choices start from; None without such choices.
-    ``progress`` is told how far a row is.
+    ``place`` begins the names of the files of where a search is, from which it goes on after a cut, and with ``full``
+    choices of what these start from; None for no files. ``progress`` is told how far a row is.
     """
 
     def __init__(
@@ -148,10 +151,12 @@ class Work:
         images: Images,
         settings: Settings,
         place: Path | None = None,
+        *,
+        full: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.trained, self.number, self.images, self.settings = trained, number, images, settings
-        self.place, self.progress = place, progress
+        self.place, self.full, self.progress = place, full, progress
         self.train = Batches(images.train.x, images.train.y, settings.batch_size)
         self.test = Batches(images.test.x, images.test.y, settings.batch_size)
         self._fitted: dict[tuple[str, str], FittedLaplace] = {}
@@ -188,7 +193,7 @@ class Work:
 
     def optimize(self, choice: Choice) -> tuple[LinearizedLaplace, EvidenceResult, float]:
         """Precisions and weights by the evidence; how far a last refresh of the curvature moved a log precision."""
-        la, moved = self.start(choice), 0.0
+        la, moved, done = self.start(choice), 0.0, 0
         if choice.where == "full":
             la = self.resumed(la, choice._replace(where="tangent_mode"))
             for _ in range(self.settings.refreshes):
@@ -197,20 +202,42 @@ class Work:
                 moved = float((la.log_precision - before).abs().max())
                 if moved <= self.settings.tolerance:
                     break
-        else:
+        elif self.place is None:
             result = chosen(la, choice, self.settings, self.progress)
-        if self.place is not None:
-            self.place.parent.mkdir(parents=True, exist_ok=True)
+        else:
+            file = self._file(choice, ".search")
+            if file.exists():
+                done, la = int(read_tensors(file)["iteration"]), self.resumed(la, choice, ".search")
+            result = chosen(la, choice, self.settings, self._keeping(file, done))
+            result = replace(result, iterations=done + result.iterations)
+            file.unlink(missing_ok=True)
+        if self.full:
             write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
         return la, result, moved
 
-    def _file(self, choice: Choice) -> Path:
+    def _file(self, choice: Choice, kind: str = "") -> Path:
         assert self.place is not None
-        return self.place.with_name(f"{self.place.name}-{choice.key.replace('/', '-')}.safetensors")
+        self.place.parent.mkdir(parents=True, exist_ok=True)
+        return self.place.with_name(f"{self.place.name}-{choice.key.replace('/', '-')}{kind}.safetensors")
 
-    def resumed(self, la: LinearizedLaplace, earlier: Choice) -> LinearizedLaplace:
-        """The same curvature with the precisions and weights of another choice."""
-        found = read_tensors(self._file(earlier))
+    def _keeping(self, file: Path, done: int) -> Progress:
+        """Progress that writes where a search is, once a minute."""
+        last = time.monotonic()
+
+        def keep(info: dict[str, Any]) -> None:
+            nonlocal last
+            if self.progress is not None:
+                self.progress(info)
+            if "theta" in info and time.monotonic() - last > _KEPT_EVERY:
+                iteration = torch.tensor(done + info["iteration"], device="cpu")
+                write_safetensors(file, {"iteration": iteration} | {k: info[k] for k in ("theta", "log_precision")})
+                last = time.monotonic()
+
+        return keep
+
+    def resumed(self, la: LinearizedLaplace, earlier: Choice, kind: str = "") -> LinearizedLaplace:
+        """The same curvature with the precisions and weights of another choice, or of where a search was cut."""
+        found = read_tensors(self._file(earlier, kind))
         fitted = la.fitted.with_hyperparameters(found["log_precision"]).with_theta(found["theta"])
         return LinearizedLaplace.from_fitted(fitted, self.train)
 
@@ -368,7 +395,8 @@ def all_rows(
     jobs = [(*job, key) for job in own for key in (NETWORK, *(choice.key for choice in choices))]
     for (k, name, key), progress in followed("rows", jobs, lambda job: f"{job[1]}, {paper.title_of(job[2])}"):
         if key == NETWORK:
-            work = Work(networks[name], k, images, settings, out / "parts" / f"{name}-{k}" if full else None)
+            place = out / "parts" / f"{name}-{k}-{kept[name].key[:16]}"  # other options are other files
+            work = Work(networks[name], k, images, settings, place, full=full)
         work.progress = progress
         row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
         results.setdefault(key, {}).setdefault(name, []).append(row)

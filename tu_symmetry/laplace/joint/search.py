@@ -361,7 +361,8 @@ def joint_optimum(
         gap = duality_gap(gradient, search.precision(point))
         if progress is not None:
             found = {"objective": point.value, "gradient_norm": norm, "wanted": mode_tolerance, "gap": gap}
-            progress({"stage": "evidence", "iteration": iteration, "change": change, **found})
+            at = {"theta": point.theta, "log_precision": point.rho}  # to go on from
+            progress({"stage": "evidence", "iteration": iteration, "change": change, **found, **at})
         converged = norm <= mode_tolerance and (change <= tolerance or norm == 0)
         if converged or iteration == max_iterations:
             break
