@@ -208,7 +208,9 @@ class Work:
             file = self._file(choice, ".search")
             if file.exists():
                 done, la = int(read_tensors(file)["iteration"]), self.resumed(la, choice, ".search")
-            result = chosen(la, choice, self.settings, self._keeping(file, done))
+            most = self.settings.max_iterations
+            settings = replace(self.settings, max_iterations=None if most is None else max(1, most - done))
+            result = chosen(la, choice, settings, self._keeping(file, done))
             result = replace(result, iterations=done + result.iterations)
             file.unlink(missing_ok=True)
         if self.full:
