@@ -157,6 +157,22 @@ def test_the_optimum_of_their_model_is_stationary_in_weights_and_precisions(kind
     assert float(moved[0]) == float(search.high[0]) and float(moved[1]) != float(start[1])
 
 
+def test_the_way_to_the_optimum_of_few_rows_is_as_steep_as_the_descent() -> None:
+    """Or the descent itself: a way that mostly changes precisions leads nowhere, since these are the best already."""
+    la = fit(samples=200)
+    found, steep = chunked(la), []
+    search = _Search(replace(la.fitted, hyperprior=Hyperprior(std=1.0)), found, ALL, False)
+    point = search.start()
+    for _ in range(12):
+        own = Informative(found, la.prior_groups, point.linear, choose(found, point.linear, 40))
+        gradient = search.gradient(point)
+        direction, norm = search.modeled(own, point, gradient)
+        steep.append(float(gradient @ direction) / norm**2)
+        search.span.add(direction / norm)
+        point = search.improve(point)
+    assert min(steep) >= 1 - 1e-9 and max(steep) > 1.01, steep
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

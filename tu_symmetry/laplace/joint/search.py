@@ -212,9 +212,9 @@ class _Search:
         target, _ = informative.optimum(
             point.theta, alone, point.rho, variance, lambda rho: self.energy(rho, point.tau), (low, self.high)
         )
-        direction = point.theta - target
-        uphill = not float(torch.dot(gradient.double(), direction.double())) > 0
-        return descent if uphill else direction, _norm(gradient, descent)
+        direction, norm = point.theta - target, _norm(gradient, descent)
+        steep = float(torch.dot(gradient.double(), direction.double())) >= norm**2  # as the descent, or it leads nowhere
+        return direction if steep else descent, norm
 
     def energy(self, rho: Tensor, tau: float) -> tuple[float, Tensor]:
         """What the objective has of precisions alone: determinants and hyperprior (nats), and the gradient."""
