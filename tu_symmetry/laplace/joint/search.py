@@ -213,8 +213,8 @@ class _Search:
             point.theta, alone, point.rho, variance, lambda rho: self.energy(rho, point.tau), (low, self.high)
         )
         direction, norm = point.theta - target, _norm(gradient, descent)
-        steep = float(torch.dot(gradient.double(), direction.double())) >= norm**2  # as the descent, or it leads nowhere
-        return direction if steep else descent, norm
+        slope = float(torch.dot(gradient.double(), direction.double()))
+        return direction if slope >= norm**2 else descent, norm  # flatter than the descent it leads nowhere
 
     def energy(self, rho: Tensor, tau: float) -> tuple[float, Tensor]:
         """What the objective has of precisions alone: determinants and hyperprior (nats), and the gradient."""
