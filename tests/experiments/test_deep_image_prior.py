@@ -23,7 +23,15 @@ from tu_symmetry.experiments.deep_image_prior import (
     sampled_posterior,
     total_variation_prior,
 )
-from tu_symmetry.experiments.deep_image_prior.posteriors import (
+from tu_symmetry.experiments.deep_image_prior.posteriors import one_problem, unet_priors
+from tu_symmetry.experiments.deep_image_prior.report import (
+    LEVELS,
+    _pictures,
+    calibration_table,
+    orderings,
+    prior_table,
+)
+from tu_symmetry.experiments.deep_image_prior.rows import (
     DIP,
     DIP_FITTED,
     DROPOUT,
@@ -33,16 +41,7 @@ from tu_symmetry.experiments.deep_image_prior.posteriors import (
     TV_CODE,
     TV_SEED,
     Scored,
-    one_problem,
     patch_log_density,
-    unet_priors,
-)
-from tu_symmetry.experiments.deep_image_prior.report import (
-    LEVELS,
-    _pictures,
-    calibration_table,
-    orderings,
-    prior_table,
 )
 from tu_symmetry.files import FileError, read_tensors
 from tu_symmetry.reporting.grid import Grid
@@ -268,7 +267,7 @@ def test_sampled_posterior_agrees_with_the_exact_one(run, tmp_path):
 
 
 def test_rows_that_were_cut_go_on(run, tmp_path):
-    """Image by image; the sampled evidence in the middle of its steps, too."""
+    """Image by image, and the sampled evidence row by row, whose steps are kept under a name of their options."""
     root, found, _ = run
 
     def linearized(out):
@@ -284,7 +283,7 @@ def test_rows_that_were_cut_go_on(run, tmp_path):
     assert assert_goes_on(linearized, tmp_path / "a").results == found
     assert_goes_on(masks, tmp_path / "b")
     assert len(assert_goes_on(sampled, tmp_path / "c").results["rows"]) == 12
-    assert len(list((tmp_path / "c").rglob("*.steps.safetensors"))) == 4
+    assert len(list((tmp_path / "c").rglob("*.steps.pt"))) == 4
     with pytest.raises(FileError, match="other options"):
         sampled(tmp_path / "c", 1e-3)
 

@@ -214,7 +214,7 @@ def test_adam_on_stochastic_gradients_reaches_the_dense_optimum():
 def test_adam_that_was_cut_goes_on_as_if_it_had_not_been(tmp_path):
     """Between two checkpoints; with more steps than the first call had; a damaged file is an error."""
     evidence, options = sampled(case(7), num_samples=4), {"lr": 0.2, "decay_every": 5, "refresh_every": 3}
-    whole, told, file = evidence.adam(num_steps=11, **options), [], tmp_path / "new" / "steps.safetensors"
+    whole, told, file = evidence.adam(num_steps=11, **options), [], tmp_path / "new" / "steps.pt"
 
     def cut(info):
         told.append(info["step"])
@@ -226,6 +226,13 @@ def test_adam_that_was_cut_goes_on_as_if_it_had_not_been(tmp_path):
     again = evidence.adam(num_steps=11, checkpoint=file, progress=cut, **options)
     assert told == [*range(1, 9), *range(7, 12)]
     assert again.noise_variances == whole.noise_variances and torch.equal(joined(again), joined(whole))
+    shifted, larger = case(7), case(20)
+    shifted.y = shifted.y + 0.1
+    for other in (shifted, larger):
+        with pytest.raises(FileError, match="another problem"):
+            sampled(other, num_samples=4).adam(num_steps=11, checkpoint=file, **options)
+    with pytest.raises(FileError, match="other options"):
+        evidence.adam(num_steps=11, checkpoint=file, **options | {"lr": 0.1})
     finished = evidence.adam(num_steps=11, checkpoint=file, progress=cut, **options)
     assert len(told) == 13 and torch.equal(joined(finished), joined(whole))
     file.write_bytes(file.read_bytes()[:-9])

@@ -1,4 +1,4 @@
-"""Predictive distributions of reconstructed images: the rows of the table, image by image."""
+"""Predictive distributions of reconstructed images, image by image."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import copy
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,27 @@ import torch
 from torch import Tensor, nn
 
 from tu_symmetry.evaluation import chosen_device
+from tu_symmetry.experiments.deep_image_prior.rows import (
+    ARRAYS,
+    DIP,
+    DIP_FITTED,
+    DROPOUT,
+    EVIDENCE,
+    JOINT,
+    ROWS,
+    TV_CODE,
+    TV_SEED,
+    Kept,
+    Rows,
+    Scored,
+    patch_log_density,
+)
 from tu_symmetry.experiments.deep_image_prior.unet import UNet
 from tu_symmetry.experiments.study import followed, tracked
-from tu_symmetry.files import read_tensors, write_safetensors
+from tu_symmetry.files import write_safetensors
 from tu_symmetry.laplace.dual.hyperpriors import TotalVariation
 from tu_symmetry.laplace.dual.jacobian import FlatTangentModel, ObservedTangent
-from tu_symmetry.laplace.dual.laplace import DualLaplace, gaussian_log_density
+from tu_symmetry.laplace.dual.laplace import DualLaplace
 from tu_symmetry.laplace.dual.optimize import DualOptimizer
 from tu_symmetry.laplace.dual.priors import IsotropicPrior, KernelPrior, StructuredPrior
 from tu_symmetry.laplace.dual.sampled import SampledEvidence, SolverWarning, linearized_weights
@@ -30,28 +44,18 @@ from tu_symmetry.posterior.hamiltonian import HamiltonianChain, sample_sizes
 from tu_symmetry.posterior.network import BayesianNetwork, initialized
 from tu_symmetry.reporting.grid import Grid, measured
 from tu_symmetry.reporting.progress import Progress
-from tu_symmetry.routines.deep_image_prior import Reconstructions, image_quality, total_variation
+from tu_symmetry.routines.deep_image_prior import Reconstructions, total_variation
 from tu_symmetry.sparse import gram, sparse_rows
 from tu_symmetry.states import evenly
-from tu_symmetry.tables.outcome import Outcome, Parts, digest_tensors
+from tu_symmetry.tables.outcome import Outcome
 
 JITTER = 1e-6  # on every predictive covariance, as in the authors' code
 RANK = 100  # of the pseudo-inverse that maps noise to the image
 SMALLEST_VARIANCE = 1e-3  # of the prior: log variance >= -6.9
-ARRAYS = "arrays.safetensors"
 _SHOWN = 3  # samples that are kept for the figures
 _PRIOR = 100  # samples of the first problem's priors, for their total variation
 _FLAT = 1e-9  # precision of pixels, beside their total variation
 _MASKED = 256 * 28 * 28  # pixels of all networks with dropout at once
-
-DIP = "DIP (variance 1)"
-DIP_FITTED = "DIP (fitted variance)"
-DROPOUT = "MC-dropout DIP"
-EVIDENCE = "linearized (evidence)"
-TV_SEED = "linearized (TV-PredCP, Jacobian weight 1)"
-TV_CODE = "linearized (TV-PredCP, Jacobian weight lambda)"
-JOINT = "linearized (evidence at theta*)"
-ROWS = (DIP, DIP_FITTED, DROPOUT, EVIDENCE, TV_SEED, TV_CODE, JOINT)
 
 
 def unet_priors(model: nn.Module) -> tuple[StructuredPrior, ...]:
@@ -114,124 +118,6 @@ def _hyperpriors(
     return ways | {TV_SEED: TotalVariation(shape, rate), TV_CODE: TotalVariation(shape, rate, rate)}
 
 
-@dataclass(frozen=True)
-class Scored:
-    """Which patches are scored, and how, as in the authors' code for the walnut.
-
-    Attributes:
-        inner: first and last row and column of the part that is scored, in whole patches; None for all.
-        reweighted: halve the covariances of different pixels of a patch.
-    """
-
-    inner: tuple[int, int] | None = None
-    reweighted: bool = False
-
-
-class _Rows:
-    """What is kept of one problem for the table and the figures."""
-
-    def __init__(self, found: Reconstructions, index: int) -> None:
-        self.problem, self.index = found.problem, index
-        self.entries: list[dict[str, Any]] = []
-        self.arrays: dict[str, Tensor] = {}
-        self.histories: dict[str, list[float]] = {}
-        self.hyperparameters: dict[str, dict[str, float]] = {}
-
-    def add(self, row: str, mean: Tensor, covariance: Tensor, extra: float, **further: Any) -> None:
-        """Score the image: log-likelihood a pixel, PSNR, SSIM, and the normalized errors for the calibration."""
-        problem, index = self.problem, self.index
-        truth = problem.truth[index : index + 1].double()
-        mean, covariance = mean.cpu().view(truth.shape), covariance.cpu()
-        error = (truth - mean).reshape(-1)
-        psnr, ssim = image_quality(mean, truth)
-        deviation = (covariance.diagonal().clamp(min=0) + extra).sqrt()
-        self.keep(row, mean=mean[0], deviation=deviation.view(truth.shape[1:]))
-        self.entries.append(
-            {
-                "row": row,
-                "problem": index,
-                "image": int(problem.image[index]),
-                "num_angles": int(problem.num_angles[index]),
-                "noise": float(problem.noise[index]),
-                "log_likelihood": gaussian_log_density(error, covariance, extra) / error.numel(),
-                "psnr": float(psnr[0]),
-                "ssim": float(ssim[0]),
-                "normalized_errors": (error / deviation).tolist(),
-                **further,
-            }
-        )
-
-    def add_patches(
-        self,
-        row: str,
-        mean: Tensor,
-        drawn: Tensor,
-        sides: Sequence[int],
-        extra: float,
-        scored: Scored | None = None,
-        **further: Any,
-    ) -> None:
-        """Score the image by its patches, from deviations ``[samples, pixels]``; none of them for ``extra`` alone."""
-        truth = self.problem.truth[self.index].double()
-        mean = mean.double().cpu().view(truth.shape)
-        part = slice(*scored.inner) if scored is not None and scored.inner is not None else slice(None)
-        seen = (image[None, :, part, part] for image in (mean, truth))
-        psnr, ssim = (float(q[0]) for q in image_quality(*seen))
-        spread = torch.zeros(truth.numel(), dtype=torch.float64, device="cpu")
-        for part in drawn.split(256):
-            spread += part.double().square().sum(0) / max(1, len(drawn))
-        self.keep(row, mean=mean, deviation=(spread + extra).sqrt().view(truth.shape))
-        facts = {"row": row, "problem": self.index, "psnr": psnr, "ssim": ssim, **further}
-        for side in sides:
-            density = patch_log_density(truth - mean, drawn, side, extra, scored=scored)
-            self.entries.append(facts | {"patch": side, "log_likelihood": density})
-
-    def keep(self, row: str, **images: Tensor) -> None:
-        for what, image in images.items():
-            self.arrays[f"{self.index}.{ROWS.index(row)}.{what}"] = image.float().cpu().contiguous()
-
-    def fitted(self, row: str, history: list[float], hyperparameters: dict[str, float]) -> None:
-        self.histories[row], self.hyperparameters[row] = history, hyperparameters
-
-
-class _Kept:
-    """The rows of all problems, each in the ``parts`` of ``out`` as soon as it is made, with its images beside it."""
-
-    def __init__(self, out: Path, reconstructions: Path, model: nn.Module, **options: Any) -> None:
-        self.out, self.found = out, Reconstructions.load(reconstructions)
-        given = digest_tensors(*self.found.states.values(), self.found.problem.truth, self.found.problem.measurements)
-        self.parts = Parts(out / "parts", [given, repr(model), repr(options)])
-        self.entries: list[dict[str, Any]] = []
-        self.arrays: dict[str, Tensor] = {}
-        self.histories: dict[str, dict[str, list[float]]] = {}
-        self.hyperparameters: dict[str, dict[str, dict[str, float]]] = {}
-
-    def take(self, name: str, index: int, make: Callable[..., dict[str, Any] | None], *arguments: Any) -> Any:
-        """What ``make(rows, *arguments)`` returns, which adds rows of a problem, and is called where none are kept."""
-        images = self.parts.path(name).with_suffix(".safetensors")
-
-        def made() -> dict[str, Any]:
-            rows = _Rows(self.found, index)
-            further = make(rows, *arguments)
-            write_safetensors(images, rows.arrays)
-            facts = {what: getattr(rows, what) for what in ("entries", "histories", "hyperparameters")}
-            return facts | {"further": further}
-
-        part = self.parts.take(name, made)
-        self.entries += part["entries"]
-        self.arrays |= read_tensors(images)
-        for own, new in ((self.histories, part["histories"]), (self.hyperparameters, part["hyperparameters"])):
-            for row, value in new.items():
-                own.setdefault(row, {})[str(index)] = value
-        return part["further"]
-
-    def saved(self, headline: str, **further: Any) -> Outcome:
-        """Write the images of all; everything else is the outcome."""
-        write_safetensors(self.out / ARRAYS, self.arrays)
-        count = len({e["problem"] for e in self.entries})
-        return Outcome({"rows": self.entries, **further}, f"{count} posteriors {headline}")
-
-
 def linearized_posterior(
     out: Path,
     reconstructions: Path,
@@ -251,10 +137,10 @@ def linearized_posterior(
     2206.08900; other rows take it at the trained weights), the column U-Net of that paper's Table 1. ``problems``: how
     many reconstructions, evenly spaced; None for all.
     """
-    kept = _Kept(out, reconstructions, model, tv_weight=tv_weight, by=(optimizer, num_steps, lr), joint=joint)
+    kept = Kept(out, reconstructions, model, tv_weight=tv_weight, by=(optimizer, num_steps, lr), joint=joint)
     found, on = kept.found, chosen_device(device)
 
-    def make(rows: _Rows, progress: Progress) -> dict[str, Any]:
+    def make(rows: Rows, progress: Progress) -> dict[str, Any]:
         index = rows.index
         network, x, operator, y = one_problem(found, index, model)
         clean = operator @ found.problem.truth[index].double().reshape(-1)
@@ -355,13 +241,13 @@ def dropout_posterior(
     ``noise_correction`` and ``scored``: as for :func:`sampled_posterior`, for images whose covariance does not fit.
     """
     how = (num_samples, patches, noise_correction, scored)
-    kept, on = _Kept(out, reconstructions, model, how=how), chosen_device(device)
+    kept, on = Kept(out, reconstructions, model, how=how), chosen_device(device)
     found = kept.found
     size = max(patches) ** 2 if patches else found.images[0].numel()
     if num_samples <= size:
         raise ValueError(f"num_samples={num_samples} masks give a singular covariance of {size} pixels; take more")
 
-    def make(rows: _Rows) -> None:
+    def make(rows: Rows) -> None:
         network, x, operator, _ = one_problem(found, rows.index, model)
         network, x = network.to(on, torch.float32).train(), x.to(on, torch.float32)
         place: dict[str, Any] = {"device": on, "dtype": torch.float64}
@@ -452,7 +338,7 @@ def sampled_posterior(
     steps |= {"refresh_every": refresh_every, "hyperprior_probes": hyperprior_probes}
     at, how = (evaluate_at, linearized_steps), (num_samples, patches, noise_correction, assembled_jitter, scored)
     by = {**options, **steps, "tv": (tv_weight, predcp_scale), "double": double, "at": at, "how": how}
-    kept, on = _Kept(out, reconstructions, model, **by), chosen_device(device)
+    kept, on = Kept(out, reconstructions, model, **by), chosen_device(device)
     found, dtype = kept.found, torch.float64 if double else torch.float32
 
     @lru_cache(maxsize=1)
@@ -464,10 +350,10 @@ def sampled_posterior(
             own["weights"] = linearized_weights(observed, y, num_steps=linearized_steps)
         return SampledEvidence(observed, priors, y, **own, **options), observed, priors, noise_gain(operator)
 
-    def make(rows: _Rows, row: str, hyperprior: TotalVariation | None, progress: Progress) -> None:
+    def make(rows: Rows, row: str, hyperprior: TotalVariation | None, progress: Progress) -> None:
         evidence, observed, priors, gain = begun(rows.index)
         name = f"{rows.index}-{ROWS.index(row)}-{kept.parts.key[:16]}"  # other options are other steps
-        file = kept.parts.folder / f"{name}.steps.safetensors"
+        file = kept.parts.folder / f"{name}.steps.pt"
         phi, noise, history = evidence.adam(hyperprior=hyperprior, checkpoint=file, progress=progress, **steps)
         if row == EVIDENCE:
             none = torch.zeros(0, found.images[0].numel(), dtype=torch.float64, device="cpu")
@@ -590,31 +476,3 @@ def sampled_against_exact(
     )
     tables.append(grid("Log density, sampled against exact", names, columns, caption))
     return Outcome({grid.title: grid.to_dict() for grid in tables}, f"problem 0, {len(y)} measurements", tables)
-
-
-def patch_log_density(
-    error: Tensor, samples: Tensor, side: int, extra_variance: float, *, scored: Scored | None = None
-) -> float:
-    """Log density a pixel (nats) of an image under Gaussians of its patches, with the samples' covariances.
-
-    Without samples pixels are independent, of the extra variance alone.
-
-    ``error`` is the truth less the mean, ``[1, height, width]``; samples are deviations from the mean, ``[samples,
-    height * width]``. Patches at the right and lower edge are smaller. ``scored``: see :class:`Scored`.
-    """
-    _, height, width = error.shape
-    index = torch.arange(height * width, device="cpu").view(height, width)
-    first, last = (0, max(height, width)) if scored is None or scored.inner is None else scored.inner
-    if first >= min(last, height, width):
-        raise ValueError(f"inner={(first, last)} lies outside the image of {height} x {width} pixels")
-    total, pixels = 0.0, 0
-    for top in range(first // side * side, min(last, height), side):
-        for left in range(first // side * side, min(last, width), side):
-            own = index[top : top + side, left : left + side].reshape(-1)
-            drawn = samples[:, own].double()
-            covariance = drawn.mT @ drawn / max(1, len(drawn))
-            if scored is not None and scored.reweighted:
-                covariance = 0.5 * (covariance + torch.diag(covariance.diagonal()))
-            total += gaussian_log_density(error.reshape(-1)[own], covariance, extra_variance)
-            pixels += len(own)
-    return total / pixels

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import norm
 from torch import Tensor
 
-from tu_symmetry.experiments.deep_image_prior.posteriors import (
+from tu_symmetry.experiments.deep_image_prior.rows import (
     ARRAYS,
     DIP,
     DIP_FITTED,

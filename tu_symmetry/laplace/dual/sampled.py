@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from tu_symmetry.files import read_tensors, write_safetensors
+from tu_symmetry.files import FileError, read_archive, replacing
 from tu_symmetry.laplace.dual.hyperpriors import Energy, TotalVariation
 from tu_symmetry.laplace.dual.jacobian import ObservedTangent, require_measurements
 from tu_symmetry.laplace.dual.priors import Blocks, StructuredPrior
@@ -302,8 +301,11 @@ class SampledEvidence:
 
         After ``decay_every`` steps the learning rate is halved, after ``refresh_every`` the preconditioner made anew.
         The variances of a hyperprior are estimated once, by ``hyperprior_probes`` random signs of each block. With a
-        ``checkpoint``, a safetensors file that is written with each preconditioner, the same call goes on from there
-        as if it had not been cut; ``progress`` is called after each step.
+        ``checkpoint``, a file that is written with each preconditioner, the same call (perhaps with more steps) goes on
+        from there as if it had not been cut; ``progress`` is called after each step.
+
+        Raises:
+            FileError: a checkpoint that is damaged, or of another problem or other options.
         """
         energy = None
         if hyperprior is not None:
@@ -315,15 +317,18 @@ class SampledEvidence:
         values = [*leaves.values(), noise]
         optimizer = torch.optim.Adam(values, lr=lr)
         history: list[float] = []
+        solver = (self.count, self.rank, self.tolerance, self.max_iterations, self.evaluate_at)
+        steps = (noise_variance, lr, decay_every, refresh_every, hyperprior, hyperprior_probes)
+        call = {"options": f"{solver} {steps} {list(leaves)}", "target": self.target.double().cpu()}
         if checkpoint is not None and checkpoint.exists():
-            history = _resumed(checkpoint, values, optimizer)
+            history = _resumed(checkpoint, call, values, optimizer)
         preconditioner = None
         for step in range(len(history), num_steps):
             optimizer.param_groups[0]["lr"] = lr * 0.5 ** (step // decay_every)
             variance = float(noise.exp())
             if step % refresh_every == 0 or preconditioner is None:
                 if checkpoint is not None and history:
-                    _keep(checkpoint, values, optimizer, history)
+                    _keep(checkpoint, call, values, optimizer, history)
                 preconditioner = self.preconditioner(leaves, variance)
             slopes, noise_slope = self.gradient(leaves, variance, seed=7919 * (step + 1), preconditioner=preconditioner)
             for name, slope in ({} if energy is None else slopes_of(energy, leaves)).items():
@@ -338,34 +343,31 @@ class SampledEvidence:
             if progress is not None:
                 progress({"stage": "evidence", "step": step + 1, "batches": num_steps, "noise_variance": history[-1]})
         if checkpoint is not None:
-            _keep(checkpoint, values, optimizer, history)
+            _keep(checkpoint, call, values, optimizer, history)
         return SampledResult(leaves, float(noise.exp()), history)
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam
-
-
-def _keep(path: Path, values: list[Tensor], optimizer: torch.optim.Optimizer, history: list[float]) -> None:
-    """Write the values of Adam's steps, and its moments."""
-    moments = {name: parameters_to_vector([optimizer.state[t][name] for t in values]) for name in _MOMENTS}
+def _keep(
+    path: Path, call: dict[str, Any], values: list[Tensor], optimizer: torch.optim.Optimizer, history: list[float]
+) -> None:
+    """Write where Adam is, and of which call."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    past = torch.tensor(history, dtype=torch.float64, device="cpu")
-    write_safetensors(path, {"values": parameters_to_vector(values), "history": past, **moments})
+    with replacing(path) as file:
+        torch.save(call | {"values": values, "optimizer": optimizer.state_dict(), "history": history}, file)
 
 
-def _resumed(path: Path, values: list[Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
-    """Read them again; the history comes back."""
-    held = read_tensors(path)
-    vector_to_parameters(held["values"], values)
-    history: list[float] = held["history"].tolist()
-    for t in values:
-        optimizer.state[t] = {"step": torch.tensor(float(len(history)), device="cpu")}
-    for name in _MOMENTS:
-        moments = [torch.empty_like(t) for t in values]
-        vector_to_parameters(held[name], moments)
-        for t, own in zip(values, moments, strict=True):
-            optimizer.state[t][name] = own
-    return history
+def _resumed(path: Path, call: dict[str, Any], values: list[Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
+    """Go on from there; returns the noise variances so far. Other processors compute the target to rounding."""
+    with path.open("rb") as file:
+        held = read_archive(file, path)
+    known = isinstance(held, dict) and held.get("options") == call["options"]
+    target = call["target"]
+    if not known or held["target"].shape != target.shape or (held["target"] - target).norm() > 1e-3 * target.norm():
+        raise FileError(f"{path} holds steps of another problem, or of other options: move it away, or name another")
+    for own, kept in zip(values, held["values"], strict=True):
+        own.copy_(kept)
+    optimizer.load_state_dict(held["optimizer"])
+    return list(held["history"])
 
 
 def linearized_weights(
