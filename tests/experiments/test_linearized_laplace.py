@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
@@ -393,9 +394,14 @@ def test_a_search_that_was_cut_goes_on(
     assert kept["iteration"] == 2 and torch.equal(kept["theta"], told[-2]["theta"])
     la, again = optimized(tmp_path / "new" / "CNN-0", told.append)
     assert torch.equal(next(info for info in told[::-1] if info.get("iteration") == 0)["theta"], kept["theta"])
-    assert found.converged and again.converged and again.iterations > 2 and not file.exists()
+    assert found.converged and again.converged and again.iterations > 2
     torch.testing.assert_close(la.log_precision, whole.log_precision, atol=0.02, rtol=0)
     assert again.log_marginal_likelihood == pytest.approx(found.log_marginal_likelihood, abs=0.01)
+    assert file.exists()  # predictions can be cut, too
+    row = Work(trained, 0, Images(data, "cpu"), replace(settings, num_samples=5), tmp_path / "new" / "CNN-0").row(
+        choice
+    )
+    assert row["converged"] and row["iterations"] == again.iterations and not file.exists()
 
 
 def test_every_row_says_how_far_it_is(

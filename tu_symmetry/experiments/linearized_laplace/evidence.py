@@ -212,7 +212,6 @@ class Work:
             settings = replace(self.settings, max_iterations=None if most is None else max(1, most - done))
             result = chosen(la, choice, settings, self._keeping(file, done))
             result = replace(result, iterations=done + result.iterations)
-            file.unlink(missing_ok=True)
         if self.full:
             write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
         return la, result, moved
@@ -281,7 +280,7 @@ class Work:
         size = self.settings.batch_size
         if key == NETWORK:
             return paper.network_scores(self.model, self.images, size)
-        la, result, moved = self.optimize(Choice.parse(key))
+        la, result, moved = self.optimize(choice := Choice.parse(key))
         calibration = self.calibrated(la)
 
         def probabilities(x: Tensor) -> list[Tensor]:
@@ -296,6 +295,8 @@ class Work:
         plain, calibrated = (
             paper.scores(*own) for own in zip(probabilities(self.test.x), 2 * [self.test.y], other, strict=True)
         )
+        if self.place is not None:
+            self._file(choice, ".search").unlink(missing_ok=True)  # no earlier: predictions can be cut, too
         return plain | {
             "calibrated": calibrated | calibration,
             "log_evidence": result.log_marginal_likelihood,
