@@ -397,31 +397,11 @@ def test_a_search_that_was_cut_goes_on(
     assert found.converged and again.converged and again.iterations > 2
     torch.testing.assert_close(la.log_precision, whole.log_precision, atol=0.02, rtol=0)
     assert again.log_marginal_likelihood == pytest.approx(found.log_marginal_likelihood, abs=0.01)
-    images = Images(data, "cpu")
-    row = Work(trained, 0, images, replace(settings, num_samples=5), tmp_path / "new" / "CNN-0").row(choice)
-    assert row["converged"] and 0 <= row["iterations"] - again.iterations <= 2  # predictions can be cut, too
-    assert not file.exists()
-
-
-def test_a_search_starts_where_an_easier_one_ended(table: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """More precisions from one, no hyperprior from one: the same optima, in fewer directions."""
-    trained, images = Trained(CNN(width=2), table[0] / "cnn" / "samples"), Images(DigitsDataModule(**SIZES), "cpu")
-    settings, told = Settings(30, tolerance=1e-3, mode_tolerance=0.01, num_samples=5), []
-    work = Work(trained, 0, images, settings, tmp_path / "CNN-0", progress=told.append)
-    cold = Work(trained, 0, images, settings)
-    ways, steps = ("single", "per_group", "per_group/flat"), []
-    end = work.start(Choice.parse("map/single")).theta
-    for choice in (f"tangent_mode/{way}" for way in ways):
-        told.clear()
-        row, alone = work.row(choice), cold.row(choice)
-        assert row["converged"] and alone["converged"]
-        assert torch.equal(next(info for info in told if info.get("iteration") == 0)["theta"], end)
-        end = read_tensors(tmp_path / f"CNN-0-{choice.replace('/', '-')}.safetensors")["theta"]
-        for name, group in row["groups"].items():
-            assert group["gamma"] == pytest.approx(alone["groups"][name]["gamma"], rel=1e-2, abs=1e-2)
-        assert row["log_evidence"] == pytest.approx(alone["log_evidence"], abs=0.01)
-        steps.append((row["iterations"], alone["iterations"]))
-    assert steps[0][0] == steps[0][1] and all(a < b for a, b in steps[1:]), steps
+    assert file.exists()  # predictions can be cut, too
+    row = Work(trained, 0, Images(data, "cpu"), replace(settings, num_samples=5), tmp_path / "new" / "CNN-0").row(
+        choice
+    )
+    assert row["converged"] and row["iterations"] == again.iterations and not file.exists()
 
 
 def test_every_row_says_how_far_it_is(

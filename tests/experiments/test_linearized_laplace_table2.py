@@ -134,7 +134,7 @@ def test_full_takes_the_curvature_at_the_tangent_models_outputs(root: Path, tabl
     model, (file,) = network(out, 0), (out / "evidence" / "parts").glob("network-0-*-tangent_mode-single.safetensors")
     place = file.with_name(file.name.removesuffix("-tangent_mode-single.safetensors"))
     work = Work(Trained(ResNet(**MODEL), out / "networks" / "samples"), 0, images, SETTINGS, place)
-    la = work.resumed(work.start(Choice("full", "single")), file)
+    la = work.resumed(work.start(Choice("full", "single")), Choice("tangent_mode", "single"))
     theta, point = la.theta, la.tangent.point()
     assert (theta - point).norm() > 1e-2 * point.norm()
     la = work.retaken(la)

@@ -140,9 +140,8 @@ class OutputsAt(Categorical):
 class Work:
     """All rows of one network of a store, which is put into its architecture when the first row asks for it.
 
-    ``place`` begins the names of the files of where each search for theta* is: it goes on from there after a cut, and
-    those of the same network with more precisions, without hyperprior, or ``full`` start there. None for no files, and
-    searches that start at the trained weights. ``progress`` is told how far a row is.
+    ``place`` begins the names of the files of where a search is, from which it goes on after a cut, and with ``full``
+    choices of what these start from; None for no files. ``progress`` is told how far a row is.
     """
 
     def __init__(
@@ -153,10 +152,11 @@ class Work:
         settings: Settings,
         place: Path | None = None,
         *,
+        full: bool = False,
         progress: Progress | None = None,
     ) -> None:
         self.trained, self.number, self.images, self.settings = trained, number, images, settings
-        self.place, self.progress = place, progress
+        self.place, self.full, self.progress = place, full, progress
         self.train = Batches(images.train.x, images.train.y, settings.batch_size)
         self.test = Batches(images.test.x, images.test.y, settings.batch_size)
         self._fitted: dict[tuple[str, str], FittedLaplace] = {}
@@ -195,27 +195,25 @@ class Work:
         """Precisions and weights by the evidence; how far a last refresh of the curvature moved a log precision."""
         la, moved, done = self.start(choice), 0.0, 0
         if choice.where == "full":
-            la = self.resumed(la, self._file(choice._replace(where="tangent_mode")))
+            la = self.resumed(la, choice._replace(where="tangent_mode"))
             for _ in range(self.settings.refreshes):
                 before, la = la.log_precision, self.retaken(la)
                 result = chosen(la, choice, self.settings, self.progress)
                 moved = float((la.log_precision - before).abs().max())
                 if moved <= self.settings.tolerance:
                     break
-        elif self.place is None or choice.where == "map":
+        elif self.place is None:
             result = chosen(la, choice, self.settings, self.progress)
         else:
-            plain = choice._replace(flat=False)
-            easier = [c for c in (plain, plain._replace(prior="single")) if c != choice]
-            own, done = self._file(choice, ".search"), 0
-            start = next((file for file in (own, *map(self._file, easier)) if file.exists()), None)
-            if start is not None:
-                la, done = self.resumed(la, start), int(read_tensors(start)["iteration"]) if start == own else 0
+            file = self._file(choice, ".search")
+            if file.exists():
+                done, la = int(read_tensors(file)["iteration"]), self.resumed(la, choice, ".search")
             most = self.settings.max_iterations
             settings = replace(self.settings, max_iterations=None if most is None else max(1, most - done))
-            result = chosen(la, choice, settings, self._keeping(own, done))
+            result = chosen(la, choice, settings, self._keeping(file, done))
             result = replace(result, iterations=done + result.iterations)
-            _keep(own, result.iterations, la.theta, la.log_precision)
+        if self.full:
+            write_safetensors(self._file(choice), {"theta": la.theta, "log_precision": la.log_precision})
         return la, result, moved
 
     def _file(self, choice: Choice, kind: str = "") -> Path:
@@ -232,16 +230,17 @@ class Work:
             if self.progress is not None:
                 self.progress(info)
             if "theta" in info and time.monotonic() - last > _KEPT_EVERY:
-                _keep(file, done + info["iteration"], info["theta"], info["log_precision"])
+                iteration = torch.tensor(done + info["iteration"], device="cpu")
+                write_safetensors(file, {"iteration": iteration} | {k: info[k] for k in ("theta", "log_precision")})
                 last = time.monotonic()
 
         return keep
 
-    def resumed(self, la: LinearizedLaplace, file: Path) -> LinearizedLaplace:
-        """The same curvature with the precisions and weights that a search has kept."""
-        found = read_tensors(file)
-        fitted = la.fitted.with_hyperparameters(found["log_precision"].expand_as(la.log_precision).clone())
-        return LinearizedLaplace.from_fitted(fitted.with_theta(found["theta"]), self.train)
+    def resumed(self, la: LinearizedLaplace, earlier: Choice, kind: str = "") -> LinearizedLaplace:
+        """The same curvature with the precisions and weights of another choice, or of where a search was cut."""
+        found = read_tensors(self._file(earlier, kind))
+        fitted = la.fitted.with_hyperparameters(found["log_precision"]).with_theta(found["theta"])
+        return LinearizedLaplace.from_fitted(fitted, self.train)
 
     def retaken(self, la: LinearizedLaplace) -> LinearizedLaplace:
         """The same precisions and weights with the curvature at the outputs of the tangent model at theta*."""
@@ -296,8 +295,8 @@ class Work:
         plain, calibrated = (
             paper.scores(*own) for own in zip(probabilities(self.test.x), 2 * [self.test.y], other, strict=True)
         )
-        if self.place is not None and choice.where == "tangent_mode":
-            self._file(choice, ".search").replace(self._file(choice))  # no earlier: predictions can be cut, too
+        if self.place is not None:
+            self._file(choice, ".search").unlink(missing_ok=True)  # no earlier: predictions can be cut, too
         return plain | {
             "calibrated": calibrated | calibration,
             "log_evidence": result.log_marginal_likelihood,
@@ -310,11 +309,6 @@ class Work:
             "pruned": sum(g.pruned for g in la.report()),
             "groups": groups_of(la),
         }
-
-
-def _keep(file: Path, iteration: int, theta: Tensor, log_precision: Tensor) -> None:
-    done = torch.tensor(iteration, device="cpu")
-    write_safetensors(file, {"iteration": done, "theta": theta, "log_precision": log_precision})
 
 
 def chosen(
@@ -398,13 +392,14 @@ def all_rows(
     digest = [images.digest(), digest_tensors(*images.held_out("networks are scaled and posteriors calibrated on"))]
     counts = {name: len(found.store()) for name, found in networks.items()}
     kept = {name: found.parts(out, asdict(settings), *digest, name) for name, found in networks.items()}
+    full = any(choice.where == "full" for choice in choices)
     results: dict[str, dict[str, list[Any]]] = {}
     own = [(k, name) for k in range(max(counts.values())) for name in networks if k < counts[name]]
     jobs = [(*job, key) for job in own for key in (NETWORK, *(choice.key for choice in choices))]
     for (k, name, key), progress in followed("rows", jobs, lambda job: f"{job[1]}, {paper.title_of(job[2])}"):
         if key == NETWORK:
             place = out / "parts" / f"{name}-{k}-{kept[name].key[:16]}"  # other options are other files
-            work = Work(networks[name], k, images, settings, place)
+            work = Work(networks[name], k, images, settings, place, full=full)
         work.progress = progress
         row = kept[name].take(f"{name}-{k}-{key}", work.row, key)
         results.setdefault(key, {}).setdefault(name, []).append(row)
