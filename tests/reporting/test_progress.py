@@ -38,6 +38,17 @@ def test_a_known_number_of_steps() -> None:
     assert stages.line({"stage": "calibration", "batch": 5, "batches": None}) == "Laplace: calibration batch 5, 4.0/s"
 
 
+def test_what_an_earlier_run_kept_is_no_forecast() -> None:
+    clock = Clock()
+    stages = StageProgress(clock=clock)
+    for done in range(4):  # three rows of six are read, in no time
+        clock.now += 0.1
+        assert stages.line({"stage": "rows", "done": done, "batches": 6}) == f"rows done {done}/6"
+    clock.now = 3600.4  # the fourth row is at work
+    assert stages.line({"stage": "rows", "done": 3, "batches": 6}) == "rows done 3/6"
+    assert stages.line({"stage": "rows", "done": 4, "batches": 6}) == "rows done 4/6, 3600.0 s each, 2.0 h left"
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_all_stages_of_laplace_outside_of_a_terminal() -> None:
     out = io.StringIO()

@@ -26,12 +26,15 @@ _COUNTERS = ("done", "batch", "iteration", "step")  # what a stage counts its st
 
 
 class StageProgress:
-    """One line of what a computation says of itself: its stage, how far, how fast, how long still."""
+    """One line of what a computation says of itself: its stage, how far, how fast, how long still.
+
+    What a stage says to be done within its first second was kept from an earlier run, and tells nothing of the rest.
+    """
 
     def __init__(self, title: str = "", *, clock: Callable[[], float] | None = None) -> None:
         self.title, self._clock = title, clock or time.monotonic
         self._stage: str | None = None
-        self._first = self._started = 0.0
+        self._first = self._started = self._opened = 0.0
 
     def line(self, info: Mapping[str, Any]) -> str:
         """What to show after a call with ``{"stage", "step", "batches", ...}``, the last one their number if known."""
@@ -39,7 +42,9 @@ class StageProgress:
         counter = next((name for name in _COUNTERS if name in info), "")
         done = float(info.get(counter, 0.0))
         if stage != self._stage or done < self._first:
-            self._stage, self._started, self._first = stage, now, done
+            self._stage, self._opened = stage, now
+        if now - self._opened < 1.0:
+            self._started, self._first = now, done
         steps, seconds = done - self._first, now - self._started
         rate = steps / seconds if steps > 0 and seconds > 0 else 0.0
         shown = f" {counter} {done:g}{f'/{total}' if total else ''}" if counter else ""
