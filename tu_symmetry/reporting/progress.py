@@ -28,7 +28,7 @@ _COUNTERS = ("done", "batch", "iteration", "step")  # what a stage counts its st
 class StageProgress:
     """One line of what a computation says of itself: its stage, how far, how fast, how long still.
 
-    What a stage says to be done within its first second was kept from an earlier run, and tells nothing of the rest.
+    What a stage has done within its first second counts as kept from an earlier run: no forecast rests on it.
     """
 
     def __init__(self, title: str = "", *, clock: Callable[[], float] | None = None) -> None:
