@@ -392,14 +392,18 @@ def test_a_search_that_was_cut_goes_on(
     (file,) = (tmp_path / "new").iterdir()
     kept = read_tensors(file)
     assert kept["iteration"] == 2 and torch.equal(kept["theta"], told[-2]["theta"])
+    told.clear()
     la, again = optimized(tmp_path / "new" / "CNN-0", told.append)
-    assert torch.equal(next(info for info in told[::-1] if info.get("iteration") == 0)["theta"], kept["theta"])
+    counted = [info for info in told if "iteration" in info]
+    assert [info["iteration"] for info in counted] == list(range(2, again.iterations + 1))
+    assert torch.equal(counted[0]["theta"], kept["theta"])
     assert found.converged and again.converged and again.iterations > 2
     torch.testing.assert_close(la.log_precision, whole.log_precision, atol=0.02, rtol=0)
     assert again.log_marginal_likelihood == pytest.approx(found.log_marginal_likelihood, abs=0.01)
     kept, settings = read_tensors(file), replace(settings, num_samples=5)  # predictions can be cut, too
+    told.clear()
     row = Work(trained, 0, Images(data, "cpu"), settings, tmp_path / "new" / "CNN-0", progress=told.append).row(choice)
-    assert torch.equal(next(info for info in told[::-1] if info.get("iteration") == 0)["theta"], kept["theta"])
+    assert torch.equal(next(info for info in told if "iteration" in info)["theta"], kept["theta"])
     assert row["converged"] and not file.exists()
 
 

@@ -222,15 +222,17 @@ class Work:
         return self.place.with_name(f"{self.place.name}-{choice.key.replace('/', '-')}{kind}.safetensors")
 
     def _keeping(self, file: Path, done: int) -> Progress:
-        """Progress that writes where a search is, once a minute."""
+        """Progress that writes where a search is, once a minute, and counts on from ``done`` directions."""
         last = time.monotonic()
 
         def keep(info: dict[str, Any]) -> None:
             nonlocal last
+            if "iteration" in info:
+                info = info | {"iteration": done + info["iteration"]}
             if self.progress is not None:
                 self.progress(info)
             if "theta" in info and time.monotonic() - last > _KEPT_EVERY:
-                iteration = torch.tensor(done + info["iteration"], device="cpu")
+                iteration = torch.tensor(info["iteration"], device="cpu")
                 write_safetensors(file, {"iteration": iteration} | {k: info[k] for k in ("theta", "log_precision")})
                 last = time.monotonic()
 
